@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 import statistics
 import time
@@ -13,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tests.gpu.place import Place
 
 if TYPE_CHECKING:
-    import torch
-
     from lib.planning.trace import StepConfig
+    from lib.tokens.batches import MicroBatch
 
 _SHOWN = 15  # functions and operations in a profile
-Step = Callable[["torch.Tensor"], None]  # trains on token ids
+Step = Callable[["MicroBatch"], None]  # trains on a micro-batch
 
 
 def eight_ranks(place: Place) -> None:
@@ -34,6 +34,7 @@ def eight_ranks(place: Place) -> None:
     from lib.models import architecture
     from lib.planning import trace
     from lib.planning.memory import Estimates
+    from lib.tokens.batches import MicroBatch
 
     directory = place.model("8b-wide", num_hidden_layers=place.size(32, 6))
     step_config = trace.StepConfig(8, 8, *place.size((1, 8192, "bf16"), (1, 64, "fp32")), "full")
@@ -45,11 +46,14 @@ def eight_ranks(place: Place) -> None:
     lines = []
     for kind in place.size(("eager", "compiled"), ("eager",)):
         step, vocabulary = make_step(place, directory, step_config, kind == "compiled")
-        ids, short = (
-            torch.randint(0, vocabulary, (step_config.batch, length), device=place.device)
-            for length in (step_config.seq_length, place.size(64, 16))
+        batch, short = (
+            MicroBatch(ids, ids)
+            for ids in (
+                torch.randint(vocabulary, (step_config.batch, length), device=place.device)
+                for length in (step_config.seq_length, place.size(64, 16))
+            )
         )
-        figures = measure_host(place, step, ids, short)
+        figures = measure_host(place, step, batch, short)
         place.note(**{kind: figures | profile_host(step, short)})
         lines.append(f"{kind}: host {figures['host_ms']:.0f} ms of {figures['step_ms']:.0f}")
         if place.on_gpu and kind == "eager":
@@ -62,21 +66,29 @@ def eight_ranks(place: Place) -> None:
 def make_step(
     place: Place, directory: Path, step_config: StepConfig, compiled: bool
 ) -> tuple[Step, int]:
-    """Return a function that trains rank 0 for a step, and the size of the vocabulary."""
+    """Return a function that trains this rank for a step, and the size of the vocabulary.
+
+    With packed documents, attention is computed by varlen, else by sdpa.
+    """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     from lib.models import architecture
     from lib.optim import registry
     from lib.optim.guard import StepGuard
-    from lib.parallel import compiling, loss, parallelize
-    from lib.tokens.batches import MicroBatch
+    from lib.parallel import attention, attention_kernel, compiling, loss, parallelize
 
+    gc.collect()  # an earlier model, whose references form cycles
     device = torch.device(place.device)
     compiler = compiling.make_compiler(compiled, device)
-    mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
-    model = architecture.build_on_meta(directory, "sdpa")
-    parallelize.parallelize(model, mesh, step_config.precision, step_config.recompute, compiler)
+    mesh = init_device_mesh(place.device, (step_config.ranks,), mesh_dim_names=("shard",))
+    model = architecture.build_on_meta(directory, "varlen" if step_config.documents else "sdpa")
+    precision = step_config.precision
+    length = step_config.seq_length
+    packing = "documents" if step_config.documents else "none"
+    attention.avoid_device_reads(model, packing, length)
+    attention_kernel.pick_attention_kernel(model, packing, precision, device, length)
+    parallelize.parallelize(model, mesh, precision, step_config.recompute, compiler)
     parallelize.materialise_model(model, device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.02)
@@ -85,8 +97,8 @@ def make_step(
     adamw = registry.build_optimizer("adamw", model, 1e-5)
     guard = StepGuard("fp32", 0.0, device)
 
-    def step(ids: torch.Tensor) -> None:
-        loss.token_loss_sum(model, MicroBatch(ids, ids)).backward()
+    def step(batch: MicroBatch) -> None:
+        loss.token_loss_sum(model, batch).backward()
         guard.clip(adamw, 1.0, guard.scale_for(1))
         adamw.step()
         adamw.zero_grad(set_to_none=True)
@@ -94,9 +106,7 @@ def make_step(
     return step, model.config.vocab_size
 
 
-def measure_host(
-    place: Place, step: Step, ids: torch.Tensor, short: torch.Tensor
-) -> dict[str, Any]:
+def measure_host(place: Place, step: Step, batch: MicroBatch, short: MicroBatch) -> dict[str, Any]:
     """Return the medians of the milliseconds of steps, on the host and in all.
 
     host_ms: until a step of few tokens has ended, so that the host never waits for a full queue of
@@ -104,9 +114,9 @@ def measure_host(
     """
     import torch
 
-    def time_step(tokens: torch.Tensor) -> tuple[float, float]:
+    def time_step(batch: MicroBatch) -> tuple[float, float]:
         began = time.perf_counter()
-        step(tokens)
+        step(batch)
         launched = time.perf_counter()
         if place.on_gpu:
             torch.cuda.synchronize()
@@ -114,7 +124,7 @@ def measure_host(
 
     if place.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times = [time_step(ids) for _ in range(place.size(8, 3))][2:]  # the first ones warm up
+    times = [time_step(batch) for _ in range(place.size(8, 3))][2:]  # the first ones warm up
     peak = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30} if place.on_gpu else {}
     short_times = [time_step(short) for _ in range(place.size(6, 3))][2:]
     return peak | {
@@ -124,7 +134,7 @@ def measure_host(
     }
 
 
-def profile_host(step: Step, ids: torch.Tensor) -> dict[str, dict[str, float]]:
+def profile_host(step: Step, batch: MicroBatch) -> dict[str, dict[str, float]]:
     """Return the Python functions and the operations that take most of the host's time in a step.
 
     Both are the milliseconds of their own, without what they call. Python's profiler makes calls
@@ -134,9 +144,9 @@ def profile_host(step: Step, ids: torch.Tensor) -> dict[str, dict[str, float]]:
     import torch
 
     python = cProfile.Profile()
-    python.runcall(step, ids)
+    python.runcall(step, batch)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step(ids)
+        step(batch)
     functions = {
         f"{Path(file).name}:{line} {name}": 1000 * own_seconds
         for (file, line, name), (_, _, own_seconds, _, _) in pstats.Stats(python).stats.items()

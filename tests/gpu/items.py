@@ -1,8 +1,8 @@
 """List the items, the most important first, with the seconds that they took on one H200.
 
 Seconds of items that have not run there yet are estimates. If GPU time is limited, `--call N` runs
-the items whose `call` is N in less than ten minutes. Calls 6 and 7 need two GPUs or more. Items of
-one call can use each other's figures (`measure_or_reuse`).
+the items whose `call` is N in less than ten minutes. Calls 6, 7 and 10 need two GPUs or more.
+Items of one call can use each other's figures (`measure_or_reuse`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.gpu import (
     adapters,
     attention,
     block,
+    context,
     costs,
     eight_ranks,
     experts,
@@ -141,6 +142,7 @@ ITEMS = [
     _measurement_item(costs.log_rows, EXTRA_CALL, 34),
     _measurement_item(costs.offload_speed, 5, 31),
     _measurement_item(costs.activation_offload, LONG_ROWS_CALL, 90),
+    _measurement_item(context.context, LONG_ROWS_CALL, 120),
     _mfu_item("8b-wide", 4096, 4, "on", 5, 24),
     _measurement_item(speed.first_step, 5, 136),
     _correctness_item(several.collectives, 6, 120, alone=True, gpus=2),
@@ -149,6 +151,7 @@ ITEMS = [
     _measurement_item(several.bench_shares, 6, 50, gpus=2),
     _measurement_item(several.communication, 7, 150, gpus=2),
     _measurement_item(several.scaling, 7, 320, gpus=2),
+    _correctness_item(context.context_ranks, 10, 420, alone=True, gpus=2),
     _measurement_item(peers.peers_slow, EXTRA_CALL, 400),
 ]
 

@@ -299,10 +299,10 @@ def peaks(place: Place) -> None:
     assert not place.on_gpu or product_rate < 1.02 * peak, "the peak for MFU is too low"
 
 
-def time_median(place: Place, action: Any, repeats: int = 20) -> float:
+def time_median(place: Place, action: Any, repeats: int = 20, warm_up: int = 3) -> float:
     """Return the median of the seconds that an action takes on the device."""
     seconds = []
-    for _ in range(repeats + 3):
+    for _ in range(repeats + warm_up):
         if place.on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
@@ -310,7 +310,7 @@ def time_median(place: Place, action: Any, repeats: int = 20) -> float:
         if place.on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return sorted(seconds[3:])[repeats // 2]
+    return sorted(seconds[warm_up:])[repeats // 2]
 
 
 @contextmanager

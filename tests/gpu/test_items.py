@@ -37,6 +37,7 @@ LONG_ITEMS = (
     "communication",
     "late_rank",
     "bench_shares",
+    "context_ranks",
 )
 _SLEEP_S = 617  # a number that no other process on this machine uses
 

@@ -8,6 +8,7 @@ import time
 import zipfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from benchmarks.parts import torchtitan_trainer
 from tests.conftest import ROOT, run_stage
 from tests.gpu import (
     attention,
+    context,
     eight_ranks,
     float8,
     items,
@@ -476,6 +478,41 @@ def test_the_estimate_of_a_compiled_run_is_bounded_too(
 def test_four_ranks_are_also_sharded_in_pairs() -> None:
     assert [*several.sharding_options(2).values()] == [(), ("--shard-size", 1)]
     assert ("--shard-size", 2) in several.sharding_options(4).values()
+
+
+def test_two_and_four_ranks_share_rows_by_both_methods() -> None:
+    assert [*context.sharing_options(2)] == ["ulysses-over-2", "allgather-over-2"]
+    assert len(context.sharing_options(8)) == 4
+    words = context.sharing_options(4)["allgather-over-4"]
+    assert words == ("--context-parallel", 4, "--context-parallel-method", "allgather")
+
+
+@pytest.mark.parametrize(("part", "difference"), [("loss", 2e-4), ("grad_norm", 2e-3)])
+def test_runs_that_differ_from_whole_rows_are_an_error(
+    place: Place, part: str, difference: float
+) -> None:
+    row = {"step": 1, "train/loss": 2.0, "train/grad_norm": 0.5}
+    other = row | {f"train/{part}": row[f"train/{part}"] * (1 + difference)}
+    whole, same, different = (
+        SimpleNamespace(rows=[row, one | {"step": 2}]) for one in (row, row, other)
+    )
+    context.compare_runs(place, "same", same, whole, 1e-4)
+    with pytest.raises(AssertionError, match="different"):
+        context.compare_runs(place, "different", different, whole, 1e-4)
+    assert max(place.figures["different"].values()) == pytest.approx(difference)
+
+
+def test_the_speed_of_an_exchange_counts_all_to_all_alone(place: Place) -> None:
+    events = [
+        make_kernel("ncclDevKernel_AllGather_RING_LL", 0, 9000),
+        make_kernel("ncclDevKernel_SendRecv", 9000, 11_000),
+        make_kernel("gemm", 0, 9000),
+    ]
+    assert context.sum_exchanges(events) == 2
+    # By hand: 32 heads of queries and outputs, 8 of keys and values, 128 wide, in 8 layers.
+    numbers = 16_384 * 128 * (2 * 32 + 2 * 8) // 2
+    directory = place.kit / "models/8b-wide"
+    assert context.count_sent_bytes(directory, 2, 32_768) == 8 * 2 * 2 * numbers
 
 
 def test_phases_of_a_start_are_read_from_the_log() -> None:
