@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.optim.optimizers import OPTIMIZERS
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 RECOMPUTE_OPTION = "--activation-checkpointing"
 BATCH_OPTION = "-b"
 SHARD_OPTION = "--shard-size"
+CONTEXT_OPTION = "--context-parallel"
 _MAX_DOUBLINGS = 6  # of the number of ranks
-_MIN_SEQ_LENGTH = 256  # tokens; no shorter sequence is suggested
+_MAX_ADDED_CONTEXT = 8  # ranks that share samples, if more ranks are added: those of a node
+MIN_SEQ_LENGTH = 256  # tokens; no shorter sequence is suggested
 
 ValuesWithSteps = Iterator[tuple[str, "StepConfig"]]
 
@@ -30,8 +33,9 @@ class Knob(NamedTuple):
 
     remedy: what to do, in words. cost: the price of it, in words. list_values: returns for a step
     the values of the option that need less memory, each with the resulting step, the cheapest
-    first. is_kept: its last value stays set while the knobs after it are tried. adds_ranks: it
-    needs a launch on more ranks. changes_run: a run that has begun cannot change it.
+    first. is_kept: its last value stays set while the knobs after it are tried. is_optional: these
+    are tried with and without its last value. adds_ranks: it needs a launch on more ranks.
+    changes_run: a run that has begun cannot change it.
     """
 
     option: str
@@ -39,6 +43,7 @@ class Knob(NamedTuple):
     cost: str
     list_values: Callable[[StepConfig], ValuesWithSteps]
     is_kept: bool = True
+    is_optional: bool = False
     adds_ranks: bool = False
     changes_run: bool = False
 
@@ -71,10 +76,20 @@ def _shard_over_all_ranks(step: StepConfig) -> ValuesWithSteps:
         yield str(step.ranks), replace(step, shard_size=step.ranks)
 
 
+def _divide_samples(step: StepConfig) -> ValuesWithSteps:
+    """Yield the multiples of today's degree, so that a global batch is still divided evenly."""
+    for ranks in range(2 * step.context, step.shard_size + 1, step.context):
+        if step.shard_size % ranks == 0:
+            yield str(ranks), replace(step, context=ranks, accumulates=True)
+
+
 def _add_ranks(step: StepConfig) -> ValuesWithSteps:
     for doublings in range(1, _MAX_DOUBLINGS + 1):
         ranks = step.ranks << doublings
-        yield str(ranks), replace(step, ranks=ranks, shard_size=ranks)
+        wider = replace(step, ranks=ranks, shard_size=ranks)
+        yield str(ranks), wider
+        if step.context << doublings <= _MAX_ADDED_CONTEXT:
+            yield str(ranks), replace(wider, context=step.context << doublings)
 
 
 def _shrink_states(step: StepConfig) -> ValuesWithSteps:
@@ -93,18 +108,11 @@ def _offload(step: StepConfig) -> ValuesWithSteps:
 
 
 def _shorten_sequences(step: StepConfig) -> ValuesWithSteps:
-    while step.seq_length >= 2 * _MIN_SEQ_LENGTH:
+    while step.seq_length >= 2 * MIN_SEQ_LENGTH:
         step = replace(step, seq_length=step.seq_length // 2)
         yield str(step.seq_length), step
 
 
-_ACTIVATION_OFFLOAD = Knob(
-    "--activation-offload",
-    remedy="--activation-offload on",
-    cost="full recomputation, and copies between host and GPU while blocks compute",
-    list_values=_offload_activations,
-    is_kept=False,
-)
 # The least costly first.
 KNOBS = (
     Knob(
@@ -119,12 +127,25 @@ KNOBS = (
         cost="less work for the device in each pass",
         list_values=_shrink_batch,
     ),
-    _ACTIVATION_OFFLOAD,
+    Knob(
+        "--activation-offload",
+        remedy="--activation-offload on",
+        cost="full recomputation, and copies between host and GPU while blocks compute",
+        list_values=_offload_activations,
+        is_optional=True,
+    ),
     Knob(
         SHARD_OPTION,
         remedy=f"{SHARD_OPTION} of all ranks",
         cost="more communication between nodes",
         list_values=_shard_over_all_ranks,
+    ),
+    Knob(
+        CONTEXT_OPTION,
+        remedy=f"{CONTEXT_OPTION}, which divides each sample over ranks",
+        cost="an exchange between these ranks in each layer",
+        list_values=_divide_samples,
+        is_optional=True,
     ),
     Knob(
         SHARD_OPTION,
@@ -148,7 +169,6 @@ KNOBS = (
         cost="copies between host and GPU in each step",
         list_values=_offload,
     ),
-    _ACTIVATION_OFFLOAD._replace(remedy="--cpu-offload on with --activation-offload on"),
     Knob(
         "-s",
         remedy="a new run with a smaller -s",
@@ -164,6 +184,7 @@ _PRINTED_ORDER = (
     RECOMPUTE_OPTION,
     "--activation-offload",
     SHARD_OPTION,
+    CONTEXT_OPTION,
     "--optimizer",
     "--cpu-offload",
     "-s",
@@ -180,23 +201,35 @@ def cheaper_settings(first_step: StepConfig, has_begun: bool = False) -> Iterato
 
     has_begun: leave out settings that a run cannot change once it has begun.
     """
-    kept_options: dict[str, str] = {}
-    step = replace(first_step, keep_gathered=False)  # as a launch with less memory would choose
+    # The settings that are kept, from which the knobs that follow start.
+    kept = [Alternative({}, replace(first_step, keep_gathered=False))]  # as with less memory
     for knob in KNOBS:
         if has_begun and knob.changes_run:
             continue
-        last = None
-        for value, smaller_step in knob.list_values(step):
-            options = {**kept_options, knob.option: value}
-            if knob.adds_ranks and SHARD_OPTION not in kept_options:
-                options = kept_options  # without the option, all ranks share a replica
-            yield Alternative(_sort_options(options), smaller_step, knob.adds_ranks)
-            last = value, smaller_step
-        if knob.is_kept and last:
-            kept_options[knob.option], step = last
+        found = [_list_alternatives(knob, start) for start in kept]
+        # With more ranks, the fewest come first, whatever is kept.
+        yield from sorted(chain.from_iterable(found), key=lambda setting: setting.case.ranks)
+        if knob.is_optional:
+            kept += [settings[-1] for settings in found if settings]
+        elif knob.is_kept:
+            kept = [[start, *settings][-1] for start, settings in zip(kept, found, strict=True)]
         if knob.option == RECOMPUTE_OPTION:
             # Named even if it is not new, since an option left at `auto` could become less.
-            kept_options[RECOMPUTE_OPTION] = RECOMPUTATIONS[-1]
+            most = {RECOMPUTE_OPTION: RECOMPUTATIONS[-1]}
+            kept = [start._replace(options=start.options | most) for start in kept]
+
+
+def _list_alternatives(knob: Knob, start: Alternative) -> list[Alternative]:
+    """Return the settings of a knob that need less memory than `start`, with the options kept."""
+    settings = []
+    for value, step in knob.list_values(start.case):
+        options = {**start.options, knob.option: value}
+        if knob.adds_ranks and SHARD_OPTION not in start.options:
+            del options[SHARD_OPTION]  # without the option, all ranks share a replica
+        if step.context > start.case.context:
+            options[CONTEXT_OPTION] = str(step.context)
+        settings.append(Alternative(_sort_options(options), step, knob.adds_ranks))
+    return settings
 
 
 def _sort_options(options: dict[str, str]) -> dict[str, str]:

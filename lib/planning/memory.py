@@ -11,9 +11,10 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lib.core import log, units
+from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.models.options import FLOAT8_RECIPES
@@ -23,6 +24,7 @@ from lib.parallel.placement import ParameterPlacement
 from lib.planning import sizes, trace
 from lib.planning.child_process import NoAnswer, TracingProcess
 from lib.planning.knobs import cheaper_settings
+from lib.planning.longest import describe_longest
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED, Bytes
 
@@ -68,6 +70,8 @@ class Estimates:
         """Estimate the share of their activations that compiled blocks keep; 1.0 if unknown."""
         key = replace(  # without the settings that do not change the share
             case,
+            seq_length=case.size.length_per_device,
+            context=1,
             ranks=1,
             shard_size=1,
             batch=1,
@@ -172,7 +176,7 @@ def print_memory_table(
             log.info("  estimated as if not compiled, which needs slightly more memory")
         for case in cases:
             plain = replace(case, keep_gathered=False)
-            _print_table(plain, estimates, usable_gib)
+            _print_table(plain, estimates, usable_gib, model.config)
             if case.keep_gathered:
                 gathered = sizes.count_gathered(model, case.shard_size, case.precision)
                 log.info(
@@ -181,7 +185,9 @@ def print_memory_table(
                 )
 
 
-def _print_table(chosen_step: StepConfig, estimates: Estimates, usable_gib: float) -> None:
+def _print_table(
+    chosen_step: StepConfig, estimates: Estimates, usable_gib: float, config: PretrainedConfig
+) -> None:
     """Print the memory for one number of GPUs, by batch size and activation checkpointing."""
     step = estimates.step(chosen_step)
     ranks = chosen_step.ranks
@@ -198,6 +204,8 @@ def _print_table(chosen_step: StepConfig, estimates: Estimates, usable_gib: floa
             ("optimizer", "optimizer states"),
         )
     )
+    if chosen_step.context > 1:
+        replicas += f", {chosen_step.context} for each sample"
     log.info(
         f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
         f"{', in host memory' if chosen_step.offload else ''}; in {name}:"
@@ -214,6 +222,8 @@ def _print_table(chosen_step: StepConfig, estimates: Estimates, usable_gib: floa
     if _peak_gib(step) > usable_gib:
         log.info("    → searching for the nearest setting that fits")
         log.info(f"    → {_describe_nearest(estimates, chosen_step, usable_gib)}")
+    if longest := describe_longest(estimates.step, chosen_step, usable_gib * _GIB, config):
+        log.info(f"    → {longest}")
 
 
 def _print_row(
@@ -237,7 +247,8 @@ def _print_row(
 def _describe_nearest(estimates: Estimates, chosen_step: StepConfig, usable_gib: float) -> str:
     """Return a text with the least costly setting that fits."""
     for setting in cheaper_settings(chosen_step):
-        with suppress(RuntimeError):  # some families cannot be checkpointed selectively
+        # Some families cannot be checkpointed selectively, or their samples not divided so.
+        with suppress(RuntimeError, UsageError):
             if (peak := _peak_gib(estimates.step(setting.case))) <= usable_gib:
                 gpus = f" on {setting.case.ranks} GPUs" if setting.more_ranks else ""
                 return f"fits with {' '.join(setting.words())}{gpus}: {peak:.3g} GiB"

@@ -17,6 +17,7 @@ throughout a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,9 +29,9 @@ from lib.core.errors import UsageError
 from lib.models.sharded import describe_size
 from lib.planning import capacity, sizes
 from lib.planning.child_process import NoAnswer, Result, in_child_process
-from lib.planning.knobs import BATCH_OPTION, RECOMPUTE_OPTION, Alternative, cheaper_settings
+from lib.planning.knobs import RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.memory import USABLE, Estimates
-from lib.planning.trace import StepConfig, StepMemory
+from lib.planning.trace import StepConfig, StepMemory, gathers_keys
 from lib.planning.tracker import OFFLOADED, Bytes
 
 # Tokens of a micro-batch, on a GPU (True) and on a CPU. With fewer than FEW the device waits for
@@ -109,7 +110,8 @@ class MemoryCheck:
         activations, gathered = sizes.estimate_activations(self.model, case.tokens, case.precision)
         if case.keep_gathered:
             gathered += self.count_gathered(case)
-        masks = _MASK_BYTES * case.batch * case.seq_length**2 if case.masked else 0
+        may_mask = case.masked or gathers_keys(self.model, case)
+        masks = _MASK_BYTES * case.batch * case.seq_length**2 if may_mask else 0
         on_device = 0 if case.offload else states
         return (
             states <= USABLE * self.state_memory(case)
@@ -122,10 +124,13 @@ class MemoryCheck:
         """Return whether a step fits with a margin. Traces it unless that is already clear.
 
         A step that cannot be traced does not fit: some families do not support selective
-        activation checkpointing.
+        activation checkpointing, and ranks cannot share the attention heads of some models.
         """
-        if self.is_easy(case):
-            return True
+        with suppress(UsageError):
+            return self.is_easy(case) or self._fits_by_trace(case)
+        return False
+
+    def _fits_by_trace(self, case: StepConfig) -> bool:
         states = sum(self.count_states(case).values())
         if states > USABLE * self.state_memory(case) or self._is_hopeless(case):
             return False
@@ -346,7 +351,8 @@ def _make_command(
 ) -> str:
     """Return the typed command with the options of an alternative, and the same global batch."""
     words = alternative.words(without=omitted)
-    if int(alternative.options.get(BATCH_OPTION, case.batch)) == case.batch:
+    smaller = alternative.case
+    if (smaller.batch, smaller.context) == (case.batch, case.context):
         return commands.as_typed(*words)
     return commands.as_typed(
         *words, "--global-batch-size", global_batch, drop=("--grad-accum-steps",)

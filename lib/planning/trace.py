@@ -26,14 +26,16 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
+from lib.core.options import AUTO
 from lib.models.architecture import decoder_layers
 from lib.models.nested import list_tensors
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import optimizers, registry
 from lib.optim.guard import StepGuard
-from lib.parallel import loss, parallelize, varlen
+from lib.parallel import attention, context, loss, parallelize, varlen
 from lib.parallel.activation_offload import ActivationOffload
+from lib.parallel.degrees import ALLGATHER, ULYSSES
 from lib.parallel.layout import make_mesh
 from lib.planning.tracker import KINDS, OFFLOADED, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch, Pass
@@ -55,7 +57,8 @@ class StepConfig:
     number of documents in a sample if a varlen kernel computes their attention, else 0. chunked:
     the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which computes
     some operations in smaller pieces. compiled: the blocks are compiled; a trace itself runs
-    uncompiled code. context: ranks that share each sample.
+    uncompiled code. context: ranks that share each sample. context_method: the value of
+    --context-parallel-method.
     """
 
     ranks: int
@@ -75,11 +78,17 @@ class StepConfig:
     on_gpu: bool = True
     compiled: bool = False
     context: int = 1
+    context_method: str = AUTO
+
+    @property
+    def size(self) -> Pass:
+        """Return the size of a forward and backward pass."""
+        return Pass(self.batch, self.seq_length, self.context)
 
     @property
     def tokens(self) -> int:
         """Return the tokens of a micro-batch on a device."""
-        return Pass(self.batch, self.seq_length, self.context).tokens_per_device
+        return self.size.tokens_per_device
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,15 @@ class StepMemory:
         return StepMemory(change(self.largest), tuple(map(change, self.moments)), self.offload)
 
 
+def gathers_keys(model: PreTrainedModel, case: StepConfig) -> bool:
+    """Return whether ranks that share samples gather the keys of all tokens.
+
+    Raises UsageError if they cannot share the attention heads as `case` says.
+    """
+    option, degree = case.context_method, case.context
+    return degree > 1 and context.choose_method(option, degree, model.config) == ALLGATHER
+
+
 @contextlib.contextmanager
 def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
     """Join a fake process group of `ranks`, of which this process is the only member."""
@@ -174,8 +192,13 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 
 
 def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
-    """Return the memory of a step. model: on the meta device; it is not changed."""
+    """Return the memory of a step. model: on the meta device; it is not changed.
+
+    Raises UsageError if ranks cannot share samples as `case` says.
+    """
     model = copy.deepcopy(model)
+    if _needs_kernel(model, case):
+        case = replace(case, documents=1)
     tracker = Tracker(SHARDED if case.offload else ())
     parallelize.parallelize(
         model,
@@ -220,7 +243,7 @@ def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> S
     """Run a step of a sharded model, on fake or real tensors, and return its memory."""
     optimizer = registry.build_optimizer(case.optimizer, model, 1e-5)
     _add_hooks(model, tracker)
-    batch = _make_batch(case)
+    batch = _make_batch(case).divide(_make_context(model, case))
     for is_last in (False, True) if case.accumulates else (True,):
         parallelize.begin_pass(model, is_last, case.keep_gathered)
         tracker.restart("activations")
@@ -365,8 +388,29 @@ def _allocate_like_kernel(
     return out[0].transpose(0, 1)
 
 
+def _needs_kernel(model: PreTrainedModel, case: StepConfig) -> bool:
+    """Return whether a GPU uses the kernel for packed documents because ranks gather keys."""
+    return (
+        gathers_keys(model, case)
+        and case.on_gpu
+        and not (case.masked or case.documents)
+        and not attention.varlen_problem(case.precision, model.config, any_gpu=True)
+    )
+
+
+def _make_context(model: PreTrainedModel, case: StepConfig) -> context.Context | None:
+    """Return the first ranks, which share rows with this one; None if it has whole rows."""
+    if case.context == 1:
+        return None
+    group = dist.new_group(list(range(case.context)))
+    method = ALLGATHER if gathers_keys(model, case) else ULYSSES
+    return context.Context(dist.get_rank(), case.context, method, group)
+
+
 def _make_batch(case: StepConfig) -> MicroBatch:
-    tokens = torch.zeros(case.batch, case.seq_length, dtype=torch.int64)
+    # Without padding, which would need the numbers of positions.
+    length = case.size.length_per_device * case.context
+    tokens = torch.zeros(case.batch, length, dtype=torch.int64)
     is_packed = case.masked or case.documents
     ends = (
         torch.zeros(case.batch * case.documents + 1, dtype=torch.int32) if case.documents else None

@@ -251,6 +251,9 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
         optimizer=config.optimizer,
         on_gpu=on_gpu,
         context=degrees.context,
+        context_method=AUTO
+        if "context_parallel_method" in config.settled_by
+        else config.context_parallel_method,
         compiled=compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu")),
     )
 

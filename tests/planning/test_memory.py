@@ -450,13 +450,12 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         ({"activation_checkpointing": "full"}, 4.5, "-b 1 --activation-checkpointing full: 4.5"),
         ({}, 4.3, "-b 1 --activation-checkpointing full --activation-offload on: 4.25"),
         ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
-        ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
-        (
-            {},
-            0.3,
-            "-b 1 --activation-checkpointing full --activation-offload on --cpu-offload on: 0.25",
-        ),
-        ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
+        ({}, 4.2, "-b 1 --activation-checkpointing full --context-parallel 4: 4.12"),
+        ({"context_parallel": 2}, 4.1, "-b 1 --activation-checkpointing full --context-parallel 8"),
+        ({}, 0.55, "--activation-offload on --context-parallel 8 on 64 GPUs: 0.531"),
+        ({}, 0.09, "full --context-parallel 8 --cpu-offload on: 0.0625"),
+        ({}, 0.05, "--activation-offload on --context-parallel 8 --cpu-offload on: 0.0312"),
+        ({}, 0.02, "full --context-parallel 8 --cpu-offload on -s 256: 0.0156"),
         ({}, 0.001, "no option makes it fit"),
     ],
     ids=str,
@@ -478,7 +477,7 @@ def test_the_least_costly_setting_that_fits_is_printed(
             held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks,
                 "optimizer": (24 << 30) // case.ranks,
-                "activations": int(unit * case.batch * case.seq_length / 1024 * (1 << 30)),
+                "activations": int(unit * case.tokens / 1024 * (1 << 30)),
             }
             return trace.StepMemory(held, (held,), case.offload)
 
@@ -490,7 +489,8 @@ def test_the_least_costly_setting_that_fits_is_printed(
     memory.print_memory_table(
         on_meta(), [plan.make_step_config(config, on_meta(), 8, True)], gib, shown=False
     )
-    assert expected in [line for line in lines if line.startswith("    →")][-1], lines
+    arrows = [line for line in lines if line.startswith("    →")]
+    assert expected in arrows[-2] and "longest sequence" in arrows[-1], lines
 
 
 def test_contradictory_options_of_a_plan_are_refused(project: Path) -> None:

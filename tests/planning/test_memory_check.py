@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
+from lib.models import architecture
 from lib.models.lora import Lora
 from lib.planning import capacity, memory_check, sizes
 from lib.planning.trace import StepConfig, StepMemory
@@ -40,7 +41,7 @@ class Known:
         held = dict.fromkeys(KINDS, 0) | {
             "gradients": round(8 * share),
             "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
-            "activations": unit * case.batch * case.seq_length // 1024,
+            "activations": unit * case.tokens // 1024,
         }
         return StepMemory(held, (held,), case.offload)
 
@@ -82,6 +83,7 @@ def refused(
     monkeypatch.setattr(capacity, "count_total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
+    monkeypatch.setattr(architecture, "read_config", lambda *_: on_meta().config)
     config = replace(
         ASKED,
         seq_length=seq_length,
@@ -187,6 +189,21 @@ def test_steps_are_traced_in_a_child_process(monkeypatch: pytest.MonkeyPatch) ->
     assert refused(monkeypatch, need / 0.95) is None and warned
 
 
+def test_ranks_share_samples_if_that_makes_a_run_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command keeps the samples of a step, of which fewer ranks now compute different ones."""
+    states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB / 8
+    options = {"ranks": 8, "batch_size": 1, "seq_length": 4096, "begun": True}
+    for room, degree in ((5, 2), (3, 4), (1.5, 8)):  # 8 MiB of activations with full checkpointing
+        error = refused(monkeypatch, (states + room) / 0.9, **options)
+        assert error and error.run.endswith(
+            f"--activation-checkpointing full --context-parallel {degree} --global-batch-size 8"
+        )
+    error = refused(monkeypatch, (states + 3) / 0.9, **options, context_parallel=2)
+    assert error and error.run.endswith("--context-parallel 4 --global-batch-size 4")
+    shared = {"context_parallel": 4, "activation_checkpointing": "full"}
+    assert refused(monkeypatch, (states + 3) / 0.9, **options, **shared) is None
+
+
 def test_states_that_do_not_fit_need_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,7 +250,7 @@ def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyP
     error = refused(monkeypatch, 2 * states, **tight)
     assert error and "2.5 MiB" in error.problem
     assert error.run.endswith("--activation-checkpointing full --cpu-offload on")
-    assert "on 32 GPUs" in error.hint
+    assert "on 4 GPUs" in error.hint and "--context-parallel 4" in error.hint
     full = {"cpu_offload": True, "activation_checkpointing": "full"}
     assert refused(monkeypatch, 2 * states, **tight, **full) is None
     error = refused(monkeypatch, states / 2, **tight, **full)  # the host has no room either

@@ -17,6 +17,7 @@ import torch
 
 from lib.core import units
 from lib.core.errors import UsageError
+from lib.models import architecture
 from lib.planning import capacity, memory_check, sizes
 from lib.planning.memory_check import MemoryCheck
 from lib.planning.options import PlannedGpus
@@ -43,6 +44,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         memory_check._USABLE, False, (0.9, 0)
     )  # no library takes more than these models
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
+    monkeypatch.setattr(architecture, "read_config", lambda *_: on_meta().config)
     return lines
 
 
@@ -86,6 +88,27 @@ def test_the_largest_batch_that_fits_is_used(
     assert "at most 32,768 tokens" in logged[-1]
     set_memory(monkeypatch, 1000)
     assert choose_batch() == 2 and choose_batch(seq_length=32) == 64
+
+
+def test_ranks_that_share_samples_have_memory_for_more_of_them(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """Tokens on a device count: those in memory, and those that keep a GPU busy."""
+    set_memory(monkeypatch, 12, gpu=True, ranks=8)
+    shared = {"context_parallel": 4}
+    assert choose_batch() == 8 and choose_batch(**shared) == 32
+    assert "8,192 tokens in a micro-batch" in logged[-1]
+    assert choose_batch(global_batch_size=6, **shared) == 3  # for two times four ranks
+    set_memory(monkeypatch, 1000, gpu=True, ranks=8)
+    assert choose_batch(seq_length=1 << 17) == 1 and choose_batch(1 << 17, **shared) == 1
+    assert choose_batch(1 << 16, **shared) == 2 and "at most 32,768 tokens" in logged[-1]
+    set_memory(monkeypatch, 7.9, gpu=True, ranks=8)
+    open_kind = {"activation_checkpointing": "auto", "batch_size": 4, "seq_length": 4096}
+    kinds = [
+        check_memory(replace(ASKED, compile=False, **open_kind, **options), on_meta())[0]
+        for options in ({}, {"context_parallel": 2}, {"context_parallel": 4})
+    ]
+    assert [config.activation_checkpointing for config in kinds] == ["full", "selective", "none"]
 
 
 def test_no_more_is_recomputed_than_needed(
