@@ -9,6 +9,7 @@ import functools
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,18 +44,23 @@ _QUICK = ("llama", "gemma3", "gpt2")  # the last one draws dropout
 class LateCopies(ActivationOffload):
     """Copies as late as the streams of a GPU may: just before something waits for the copy.
 
-    sizes: the bytes of host memory by allocation.
+    sizes: the bytes of host memory by allocation. events: one for each copy back to the device.
     """
 
     def __init__(self) -> None:
         super().__init__(CPU)
         self.sizes: list[int] = []
+        self.events: list[str] = []
         self._queue: list[tuple[object, weakref.ref[Tensor], weakref.ref[Tensor]]] = []
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         memory = super().allocate(shape, dtype)
         self.sizes.append(memory.nbytes)
         return memory
+
+    def copy_to_device(self, memory: Tensor) -> tuple[Tensor, object]:
+        self.events.append("copy")
+        return super().copy_to_device(memory)
 
     def copy(self, target: Tensor, source: Tensor) -> object:
         event = object()
@@ -130,6 +136,26 @@ def test_compiled_blocks_move_only_their_hidden_states(monkeypatch: pytest.Monke
     tokens = torch.randint(0, 90, (2, 24))
     assert are_equal(compute_gradients(plain, tokens), compute_gradients(model, tokens))
     assert offload.sizes == [2 * 24 * FEATURES * 4] * (BLOCKS - 1)
+    assert offload.events == 2 * (BLOCKS - 2) * ["copy"]  # none in a rehearsal
+
+
+def test_an_input_is_copied_back_while_the_block_after_it_computes() -> None:
+    """The inputs of the last two blocks are still on the device."""
+    model = make_blocks()
+    offload = LateCopies()
+    for number, block in enumerate(model.model.layers):
+        forward = block.forward
+
+        def compute(*arguments: Any, number: int = number, forward: Any = forward, **named: Any):
+            offload.events.append(f"block {number}")
+            return forward(*arguments, **named)
+
+        block.forward = compute
+    parallelize.wrap_blocks(model, "full", None, offload)
+    loss = loss_of(model, make_tokens(0))
+    offload.events.clear()
+    loss.backward()
+    assert offload.events == ["block 3", "copy", "block 2", "copy", "block 1", "block 0"]
 
 
 @pytest.mark.parametrize(
