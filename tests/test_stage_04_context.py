@@ -43,6 +43,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "accumulated": ("--packing", "documents", "--global-batch-size", 12),
     "recomputed": ("--activation-checkpointing", "selective", "--attention", "varlen"),
 }
+COMPILED = ("--compile", "on", "--activation-checkpointing", "full", "--packing", "documents")
 
 
 def check_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -89,6 +90,11 @@ def test_every_way_of_training_is_divided(project: Path, way: str) -> None:
     if way == "mixture":
         options = tuple(options[2:])  # without the dataset of SMALL_RUN
     check_way(project, options)
+
+
+@pytest.mark.long
+def test_compiled_blocks_are_divided(project: Path) -> None:
+    check_way(project, (*TRAIN, *COMPILED))
 
 
 @pytest.mark.slow
