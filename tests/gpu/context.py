@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +28,11 @@ _BF16_TOLERANCE = 1e-2  # relative, of losses
 _NORM_FACTOR = 10  # by which norms of gradients may differ more than losses
 _LONG_ROW = 32_768  # tokens, in the measurement on several GPUs
 _PROFILED_STEPS = 2
+_ALL_TO_ALL = re.compile("sendrecv|alltoall", re.IGNORECASE)  # by version of NCCL
 
 
 def context(place: Place) -> None:
-    """One of eight ranks that share rows of 131,072 tokens: notes its memory and times.
+    """One of eight ranks that share rows of 131,072 tokens needs the estimated memory; notes times.
 
     The model is an 8B, fully recomputed. The exchanges of the simulated group move no data, so the
     computed values mean nothing, and steps contain no time of communication.
@@ -38,28 +41,36 @@ def context(place: Place) -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from lib.models import architecture
     from lib.parallel.context import start
+    from lib.planning.memory import Estimates
     from lib.planning.trace import StepConfig
 
     ranks, length, precision = place.size((8, 131_072, "bf16"), (4, 256, "fp32"))
     blocks = place.size(32, 2)
     directory = place.model("8b-wide", num_hidden_layers=blocks, max_position_embeddings=length)
+    documents = make_lengths(length)
+    whole = StepConfig(ranks, ranks, 1, length, precision, "full", context=ranks)
+    packed = replace(whole, documents=len(documents))
+    estimates = Estimates(architecture.build_on_meta(directory, "sdpa"))
+    estimated = [estimates.step(step_config).total / 2**30 for step_config in (whole, packed)]
+    place.note(
+        **dict(zip(("sdpa, estimated GiB", "varlen, estimated GiB"), estimated, strict=True))
+    )
     dist.init_process_group("fake", rank=_RANK, world_size=ranks, store=FakeStore())
     shared = start(_RANK, ranks, ranks, _METHODS[0])
     lines = []
-    for kernel, lengths in (("sdpa", [length]), ("varlen", make_lengths(length))):
-        documents = len(lengths) if kernel == "varlen" else 0
-        step_config = StepConfig(
-            ranks, ranks, 1, length, precision, "full", documents=documents, context=ranks
-        )
+    peaks = []
+    for kernel, step_config, lengths in (("sdpa", whole, [length]), ("varlen", packed, documents)):
         step, vocabulary = make_step(place, directory, step_config, compiled=False)
-        batch = make_batch(place, shared, vocabulary, lengths, packed=documents > 0)
+        batch = make_batch(place, shared, vocabulary, lengths, packed=step_config is packed)
         if place.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds = time_median(place, partial(step, batch), repeats=place.size(3, 1), warm_up=1)
         figures = {"step_ms": 1000 * seconds}
         if place.on_gpu:
-            figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+            figures["peak_gib"] = peaks[-1]
         del step, batch
         figures |= time_attention(place, directory, kernel, ranks, lengths)
         place.note(**{kernel: figures})
@@ -67,6 +78,8 @@ def context(place: Place) -> None:
     copies_ms = time_copies(place, directory, shared, length // ranks)
     place.note(copies_ms=copies_ms)
     place.note(in_one_line=f"{'; '.join(lines)}; copies {copies_ms:.2f} ms in each layer")
+    ratios = [estimate / peak for estimate, peak in zip(estimated, peaks, strict=place.on_gpu)]
+    assert all(abs(ratio - 1) < 0.1 for ratio in ratios), f"estimate ÷ peak memory: {ratios}"
 
 
 def make_batch(
@@ -243,7 +256,7 @@ def measure_exchange(place: Place, ways: dict[str, tuple[object, ...]]) -> None:
 def sum_exchanges(events: list[traces.Event]) -> float:
     """Return the milliseconds of NCCL's kernels for all-to-all."""
     return traces.sum_milliseconds(
-        event for event in traces.find_kernels(events) if "SendRecv" in event["name"]
+        event for event in traces.find_kernels(events) if _ALL_TO_ALL.search(event["name"])
     )
 
 
