@@ -277,7 +277,7 @@ def sum_over_group(value: Tensor, group: str) -> Tensor:
     """Return the sum of a tensor over the ranks of a group, by its name, without a gradient."""
     if _rehearsals:
         return value.clone()
-    return _wait(torch.ops._c10d_functional.all_reduce(value, "sum", group))
+    return wait(torch.ops._c10d_functional.all_reduce(value, "sum", group))
 
 
 def start(rank: int, ranks: int, size: int, method: str) -> Context | None:
@@ -366,7 +366,7 @@ class _AllGather(torch.autograd.Function):
         if _rehearsals:
             return tensor.expand(size, *tensor.shape).clone()
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(tensor, size, group.group_name)
-        return _wait(gathered).unflatten(0, (size, -1)) if tensor.ndim else _wait(gathered)
+        return wait(gathered).unflatten(0, (size, -1)) if tensor.ndim else wait(gathered)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -379,8 +379,9 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if _rehearsals:
         return tensor.clone()
     ones = [1] * group.size()
-    return _wait(torch.ops._c10d_functional.all_to_all_single(tensor, ones, ones, group.group_name))
+    return wait(torch.ops._c10d_functional.all_to_all_single(tensor, ones, ones, group.group_name))
 
 
-def _wait(result: Tensor) -> Tensor:
+def wait(result: Tensor) -> Tensor:
+    """Return the result of an exchange, whose later use waits for it, without a copy."""
     return torch.ops._c10d_functional.wait_tensor(result)

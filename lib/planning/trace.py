@@ -346,6 +346,7 @@ def _patch_attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]
         model.config._attn_implementation = varlen.VARLEN if case.documents else "sdpa"
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(varlen, "attend_by_document", _allocate_like_kernel))
+        stack.enter_context(mock.patch.object(context, "wait", lambda result: result))  # no copy
         if not case.masked:
             stack.enter_context(
                 mock.patch(

@@ -26,6 +26,7 @@ KIB = 1 << 10
 SHARED = [
     {"context": 2, "recompute": "none", "accumulates": True},
     {"context": 2, "recompute": "full", "seq_length": 255, "precision": "fp32"},
+    {"context": 2, "recompute": "selective"},
     {"context": 2, "recompute": "none", "context_method": "allgather", "precision": "fp32"},
 ]
 
