@@ -177,8 +177,9 @@ def gathers_keys(model: PreTrainedModel, case: StepConfig) -> bool:
 
     Raises UsageError if they cannot share the attention heads as `case` says.
     """
-    option, degree = case.context_method, case.context
-    return degree > 1 and context.choose_method(option, degree, model.config) == ALLGATHER
+    if case.context == 1:
+        return False
+    return context.choose_method(case.context_method, case.context, model.config) == ALLGATHER
 
 
 @contextlib.contextmanager
