@@ -99,17 +99,17 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Any,
+        attention_mask: Any,
         **named: Any,
     ) -> tuple[Tensor, None]:
         """Compute attention between all tokens of the rows, for the queries of this rank.
 
-        query: [B, Hq, s, D]; key, value: [B, Hkv, s, D or V]; mask and `named`: see `make_inputs`.
+        query: [B, Hq, s, D]; key, value: [B, Hkv, s, D or V]; all else: see `make_inputs`.
         Returns [B, s, Hq, V].
         """
         if self.method == ALLGATHER:
             key, value = self._gather_tokens(key, value)
-            return attend(module, query, key, value, mask, **named)[0], None
+            return attend(module, query, key, value, attention_mask, **named)[0], None
         heads = query.shape[1]
         copies = math.lcm(key.shape[1], self.size) // key.shape[1]
         if copies > 1:  # autograd sums the gradients of the copies
@@ -118,7 +118,7 @@ class Context:
         mine = slice(self.rank * heads // self.size, (self.rank + 1) * heads // self.size)
         named |= {name: named[name][mine] for name in _PER_HEAD if named.get(name) is not None}
         some_heads = _SomeHeads(module, mine, heads, query.shape[1] // key.shape[1])
-        out, _ = attend(some_heads, query, key, value, mask, **named)
+        out, _ = attend(some_heads, query, key, value, attention_mask, **named)
         return self._exchange_tokens(out), None
 
     def make_inputs(
@@ -191,7 +191,11 @@ class Context:
             def allows_here(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return allows(row, head, query + first, key)
 
-            return create_block_mask(allows_here, rows, None, share, length, device)
+            # Uncompiled, it would build the dense mask first.
+            compiles = device.type == "cuda"
+            return create_block_mask(
+                allows_here, rows, None, share, length, device, _compile=compiles
+            )
         return mask[:, :, first : first + share]
 
     def _exchange_heads(self, *parts: Tensor) -> list[Tensor]:
@@ -307,13 +311,11 @@ def _wrap_attention() -> None:
 
 
 def _divide(attend: Attend) -> Attend:
-    def attend_divided(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend_divided(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor | None]:
         context = named.pop(ARGUMENT, None)
         if context is None:
-            return attend(module, query, key, value, mask, **named)
-        return context.attend(attend, module, query, key, value, mask, **named)
+            return attend(*arguments, **named)
+        return context.attend(attend, *arguments, **named)
 
     return attend_divided
 

@@ -45,6 +45,8 @@ class Degrees(NamedTuple):
                 f"--context-parallel {self.context} does not divide the "
                 f"{units.counted(ranks, 'rank')}",
                 expected=f"--context-parallel {', '.join(divisors)}",
+                hint="torchrun --nproc-per-node N starts N ranks; --dry-run --plan-gpus N plans "
+                "for N GPUs on any machine",
             )
         if ranks % shard:
             raise UsageError(

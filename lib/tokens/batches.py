@@ -79,7 +79,7 @@ class MicroBatch(NamedTuple):
     If ranks share rows, a rank has [B, s] of the tokens, labels and positions, and `lengths` counts
     its own tokens. boundaries and longest are still those of the whole rows. context: the ranks
     that share the rows; None for whole rows. row_positions: the positions of whole rows, if
-    documents are packed.
+    documents are packed or the rows are padded for the ranks.
     """
 
     input_ids: torch.Tensor
@@ -124,11 +124,10 @@ class MicroBatch(NamedTuple):
         mine = find_share(whole.input_ids.shape[1], context)
 
         def cut(part: torch.Tensor) -> torch.Tensor:
-            is_pinned = self.input_ids.is_pinned()
-            return part[:, mine].contiguous().pin_memory() if is_pinned else part[:, mine]
+            return part[:, mine].contiguous()
 
         lengths = whole.lengths
-        return whole._replace(
+        divided = whole._replace(
             input_ids=cut(whole.input_ids),
             labels=cut(whole.labels),
             position_ids=cut(whole.positions),
@@ -136,7 +135,16 @@ class MicroBatch(NamedTuple):
             if lengths is None
             else (lengths - mine.start).clamp(0, mine.stop - mine.start),
             context=context,
-            row_positions=None if self.position_ids is None else whole.positions,
+            row_positions=whole.position_ids,
+        )
+        return divided._pin() if self.input_ids.is_pinned() else divided
+
+    def _pin(self) -> MicroBatch:
+        """Return the micro-batch in pinned memory, from which copies do not wait."""
+        import torch
+
+        return MicroBatch._make(
+            part.pin_memory() if isinstance(part, torch.Tensor) else part for part in self
         )
 
     @property

@@ -259,7 +259,9 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
     if name := experts_trial.choose_experts_function(model, layout):
         log.detail(f"experts: {name}")
     if shared := layout.context:
-        context_trial.require_divisible(model, layout, config.packing)
+        context_trial.require_divisible(
+            model, layout, config.packing, config.precision, config.seq_length
+        )
         size = (config.batch_size, config.seq_length)
         log.detail(f"context: {context.describe(shared, model.config, *size, config.precision)}")
 

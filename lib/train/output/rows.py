@@ -63,7 +63,7 @@ class CapturedLoss(NamedTuple):
     last_tokens: int
     window_tokens: int
     steps: int
-    pairs: int
+    pairs: float
 
     @property
     def tokens_per_step(self) -> float:
@@ -87,13 +87,14 @@ class LossWindow:
 
     def __init__(self, layout: ParallelLayout, z_loss: ZLoss | None = None) -> None:
         self._layout = layout
+        self._sharing_ranks = layout.ranks // layout.dp_size
         self._z_loss = z_loss
         self._last_z_losses: list[torch.Tensor] = []
         self._running, self._last, self._window = (self._zero() for _ in range(3))
         self._window_tokens = 0
         self._last_tokens = 0
         self._steps = 0
-        self._pairs = 0
+        self._pairs = 0.0
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._layout.device)
@@ -103,14 +104,17 @@ class LossWindow:
         self._running += loss.detach()
 
     def end_step(self, label_tokens: int, pairs: int) -> None:
-        """End a step. label_tokens: number on all ranks. pairs: of this rank, see CapturedLoss."""
+        """End a step. label_tokens: number on all ranks. pairs: in the rows of this rank.
+
+        Ranks that share rows count an equal part of the pairs each.
+        """
         self._last, self._running = self._running, self._zero()
         self._window = self._window + self._last
         self._last_z_losses = [self._z_loss.take_sum()] if self._z_loss else []
         self._last_tokens = label_tokens
         self._window_tokens += label_tokens
         self._steps += 1
-        self._pairs += pairs
+        self._pairs += pairs / self._sharing_ranks
 
     def capture(self) -> CapturedLoss:
         """Return this rank's loss sums, to be read later, and start a new window."""
@@ -121,7 +125,7 @@ class LossWindow:
         self._window = self._zero()
         self._window_tokens = 0
         self._steps = 0
-        self._pairs = 0
+        self._pairs = 0.0
         return captured
 
 
@@ -214,9 +218,7 @@ def read_row(
     local_ms = times["time/data"] + times["time/optimizer"]
     peak = captured.memory["memory/peak_gib"]
     last, window, *z_losses = captured.loss.sums.tolist()
-    table = layout.gather_table(
-        [last, window, local_ms, peak, float(captured.loss.pairs), *z_losses]
-    )
+    table = layout.gather_table([last, window, local_ms, peak, captured.loss.pairs, *z_losses])
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
     seconds = times["time/total"] / 1000
     per_second = plan.tokens_per_step / seconds
