@@ -34,7 +34,7 @@ EXACT = ("train/loss", "train/grad_norm", "eval/loss", "train/tokens_seen")
 SAMPLES = ("--sample-prompts", "prompts.txt")
 # Options of runs, each on one rank with whole rows, and on two or three that share rows.
 WAYS: dict[str, tuple[Any, ...]] = {
-    "documents": ("--packing", "documents"),
+    "documents": ("--packing", "documents", "-s", 33, "--eval-suite", "small:2"),
     "windows": ("--packing", "concat", "--eval-suite", "small:4", *SAMPLES, "-s", 100),
     "one document in a row": ("--packing", "none"),
     "LoRA": ("--lora-rank", 4, "--packing", "documents"),
@@ -57,6 +57,10 @@ def check_same(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> No
             for one in (row, other)
         )
         assert figures == pytest.approx(others, rel=2e-6)
+        per_token, expected_per_token = (
+            one["perf/tflops"] / one["perf/tokens_per_sec_per_device"] for one in (row, other)
+        )
+        assert per_token == pytest.approx(expected_per_token, rel=1e-6)
 
 
 def check_way(root: Path, options: tuple[Any, ...], **more: Any) -> None:

@@ -83,11 +83,14 @@ def require_divisible(
         return model(**inputs, **{ARGUMENT: without}).logits
 
     if find_dependence(model, compute_logits) is not None:
+        if not without.is_used:
+            raise _make_error(
+                f"{name} models have attention that ranks cannot share",
+                "no call of the attention interface of transformers gets the model's arguments",
+            )
         raise _make_error(
-            f"{name} models mix tokens outside the attention that ranks can share",
-            "tokens see others while attention is off"
-            if without.is_used
-            else "attention of its own, or attention that does not learn how rows are divided",
+            f"{name} models mix tokens outside of attention",
+            "tokens see others while attention is off",
         )
     difference = _compare_divided(model, layout, layout.context)
     if not difference <= (_FLOAT8_TOLERANCE if precision in FLOAT8_RECIPES else _TOLERANCE):

@@ -8,7 +8,6 @@ relative to the norm of all gradients, and the bytes that a rank sends in a step
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from contextlib import nullcontext
@@ -21,15 +20,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
     GptOssConfig,
     Lfm2Config,
+    Llama4TextConfig,
     Mamba2Config,
     PretrainedConfig,
+    PreTrainedModel,
+    StableLmConfig,
     masking_utils,
 )
 from transformers.masking_utils import find_packed_sequence_indices
@@ -37,6 +41,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.core.errors import UsageError
+from lib.models.weights import initialise_model
 from lib.parallel import attention, context, context_trial, parallelize, varlen
 from lib.parallel.context import Context
 from lib.parallel.degrees import ULYSSES, Degrees
@@ -139,6 +144,32 @@ REFUSED = {
     "own bias of positions": Case(
         BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
     ),
+    "arguments dropped": Case(
+        StableLmConfig(**SIZES, vocab_size=VOCABULARY, num_key_value_heads=4)
+    ),
+    "positions counted": Case(
+        BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=4,
+            decoder_ffn_dim=64,
+            max_position_embeddings=128,
+            is_decoder=True,
+            is_encoder_decoder=False,
+        )
+    ),
+    "places of queries": Case(
+        Llama4TextConfig(
+            **SIZES,
+            vocab_size=VOCABULARY,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size_mlp=64,
+            num_local_experts=3,
+            floor_scale=LENGTH,
+        )
+    ),
     "frequencies by length": Case(FAMILIES["phi3"](), documents=(5, 25)),
 }
 
@@ -174,7 +205,8 @@ def find_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def train(model: nn.Module, case: Case, layout: ParallelLayout) -> list[tuple[Any, ...]]:
     """Return loss, norm and gradients of each step. All groups of ranks read the same rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Not AdamW, which moves a weight of tiny gradients as far as any other, by their rounding.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     steps = []
     for batch in make_batches(case):
         labels = int((batch.labels != IGNORED).sum()) * layout.dp_size
@@ -191,6 +223,19 @@ def train(model: nn.Module, case: Case, layout: ParallelLayout) -> list[tuple[An
     return steps
 
 
+def make_model(case: Case, packing: str, mesh: DeviceMesh | None) -> PreTrainedModel:
+    """Return a model with the weights of seed 0, sharded over a mesh or whole."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager")
+    if mesh is not None:
+        parallelize.parallelize(model, mesh, "fp32", case.recompute)
+    parallelize.materialise_model(model, torch.device("cpu"), offload=False)
+    initialise_model(model, seed=0)
+    model.config._attn_implementation = case.attention
+    attention.avoid_device_reads(model, packing, LENGTH)
+    return model
+
+
 def cut_padding(gradient: Tensor, shape: torch.Size) -> Tensor:
     """Return a gradient without the rows that let ranks share it evenly."""
     return gradient[tuple(slice(size) for size in shape)]
@@ -201,15 +246,9 @@ def compare(case: Case, layout: ParallelLayout) -> dict[str, float]:
 
     sent: the bytes that a rank sends to others by all-to-all.
     """
-    torch.manual_seed(0)
-    whole = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager")
-    whole.config._attn_implementation = case.attention
-    divided = copy.deepcopy(whole)
     packing = "documents" if case.documents else "none"
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices  # for another case
-    for model in (whole, divided):
-        attention.avoid_device_reads(model, packing, LENGTH)
-    parallelize.parallelize(divided, layout.fsdp, "fp32", case.recompute)
+    whole, divided = (make_model(case, packing, mesh) for mesh in (None, layout.fsdp))
     context_trial.require_divisible(divided, layout, packing)
     if case.documents:
         require_isolation(divided, layout)
@@ -247,7 +286,7 @@ def find_error(name: str, layout: ParallelLayout) -> str:
     with context.rehearsal() if name in BROKEN else nullcontext():
         try:
             if name != "documents mixed":
-                context_trial.require_divisible(model, layout, packing)
+                context_trial.require_divisible(model, layout, packing, "fp32", LENGTH)
             require_isolation(model, layout)
         except UsageError as error:
             return error.render()

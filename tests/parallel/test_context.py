@@ -90,6 +90,9 @@ def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> No
     for name, error in errors.items():
         assert dividing.REFUSED[name].config.model_type in error, name
     assert "longest document" in errors["frequencies by length"]
+    assert "interface" in errors["own attention"] and "interface" in errors["arguments dropped"]
+    assert "other results" in errors["positions counted"]
+    assert "places of queries" in errors and "count" in errors["places of queries"]
 
 
 def test_a_broken_exchange_is_found_before_training(tmp_path: Path) -> None:
@@ -209,6 +212,17 @@ def test_a_mask_of_flex_is_cut_for_the_queries_of_a_rank() -> None:
     places = torch.arange(4)[:, None], torch.arange(12)
     mine = part.mask_mod(torch.tensor(0), torch.tensor(0), *places)
     assert torch.equal(mine, allows(None, None, places[0] + 8, places[1]))
+
+
+def test_functions_without_a_divided_row_get_their_arguments_as_they_were_given() -> None:
+    """Some families name the mask, others do not."""
+
+    def attend(*arguments: Any, **named: Any) -> Any:
+        return arguments, named
+
+    wrapped = context._divide(attend)
+    for arguments, named in ((("module", 1, 2, 3, None), {}), (("module", 1, 2, 3), {"mask": 4})):
+        assert wrapped(*arguments, **named) == (arguments, named)
 
 
 def test_heads_without_a_number_in_the_config_leave_the_choice_to_the_trial() -> None:
