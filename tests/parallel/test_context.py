@@ -43,11 +43,20 @@ def check_numbers(results: dict[str, Any]) -> None:
         assert found["norm"] < 1e-6 and found["gradient"] < 1e-6, name
 
 
-@pytest.mark.parametrize("ranks, method", [(2, ULYSSES), (3, ALLGATHER)])
+@pytest.mark.parametrize(
+    "ranks, shard, size, method",
+    [
+        (2, 2, 2, ULYSSES),
+        (3, 3, 3, ALLGATHER),
+        pytest.param(4, 2, 2, ULYSSES, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, ALLGATHER, marks=pytest.mark.slow),
+    ],
+)
 def test_loss_norm_and_gradients_are_those_of_whole_rows(
-    tmp_path: Path, ranks: int, method: str
+    tmp_path: Path, ranks: int, shard: int, size: int, method: str
 ) -> None:
-    check_numbers(divide(tmp_path, ranks, ranks, ranks, method, *FEW))
+    """Also with two groups of ranks, in one replica of the model or several."""
+    check_numbers(divide(tmp_path, ranks, shard, size, method, *FEW))
 
 
 @pytest.mark.slow
