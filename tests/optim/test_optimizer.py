@@ -286,7 +286,8 @@ def test_a_step_without_trained_tokens_produces_no_nan(model: nn.Module) -> None
     assert guard.clip(optimizer, 1.0, guard.scale_for(1)) == 0
     optimizer.step()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    window = LossWindow(SimpleNamespace(device=torch.device("cpu")))
+    here = SimpleNamespace(device=torch.device("cpu"), ranks=1, dp_size=1)
+    window = LossWindow(here)
     window.add(torch.zeros(()))
     window.end_step(0, 0)
     captured = window.capture()
