@@ -5,9 +5,9 @@
 
 Each launch trains a Llama (8 million parameters, 4 heads, random weights) on random tokens with
 AdamW, in float32, on gloo ranks of this machine with one thread each. The launches alternate;
-figures are medians of them. Processor time is that of all ranks together: as long as the ranks do
-the work of one, it stays the same, even on cores that other programs share. Bytes are those that a
-rank sends to others for attention in a step, counted at the exchanges and by the formula in
+figures are medians of them. Processor time is the sum over all ranks. It does not grow while the
+ranks do no more work than one rank, even on cores that other programs share. Bytes are what a rank
+sends to others for attention in a step, counted at the exchanges and by the formula in
 lib/parallel/context.py.
 """
 
@@ -131,7 +131,7 @@ def _make_config(length: int) -> Any:
 def _record_sent(context: Any, ranks: int) -> list[float]:
     """Return a list to which each exchange adds the bytes that this rank sends to others.
 
-    context: the module lib.parallel.context. ranks: those that share a row.
+    context: the module lib.parallel.context. ranks: how many ranks share a row.
     """
     exchange = context._exchange
     gather = context.Context.gather_rows

@@ -15,8 +15,8 @@ class VendorTier:
     """A tier, as `module:class`, and its needs.
 
     The class is called with the run, the address, and the steps between checkpoints. address: a
-    regular expression that addresses match. expected: the same in words. package: the package of
-    requirements-optional.txt that the tier needs.
+    regular expression that addresses match. expected: a phrase that describes them. package: the
+    package of requirements-optional.txt that the tier needs.
     """
 
     tier: str

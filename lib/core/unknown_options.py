@@ -131,7 +131,7 @@ GONE |= {
 def update_values(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
     """Return options that a file contains, with those of earlier versions as they are now.
 
-    ours: the options of this script, of which none is gone. An option that became part of another
+    ours: the options of this script, which stay as they are. An option that became part of another
     one's value moves there. If that is not possible, such as with several globs of files, it stays,
     and is reported as an option that is gone.
     """

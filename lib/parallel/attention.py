@@ -252,10 +252,10 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     elif _takes_positions(type(model).forward):
         positions = torch.arange(length, device=batch.input_ids.device)
         arguments["position_ids"] = positions[None]
-    # Without these ends, each layer would read them from the device, or could not divide a row.
-    if ends is None and (implementation == _FLASH or batch.context):
-        ends = row_ends(len(batch.input_ids), length, batch.input_ids.device)
     takes_ends = implementation in _WITH_BOUNDARIES
+    # Without these ends, each layer would read them from the device, or could not divide a row.
+    if ends is None and takes_ends and (implementation == _FLASH or batch.context):
+        ends = row_ends(len(batch.input_ids), length, batch.input_ids.device)
     if ends is not None and takes_ends:
         if batch.boundaries is not None:
             torch._dynamo.maybe_mark_dynamic(ends, 0)

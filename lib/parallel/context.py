@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -74,7 +74,9 @@ def choose_method(option: str, size: int, config: PretrainedConfig) -> str:
         found=f"{units.counted(heads, 'head')} of queries in {config.model_type}",
         expected=f"--context-parallel {', '.join(degrees)}" if degrees else "",
         hint="allgather needs no division of heads:",
-        run=commands.as_typed("--context-parallel-method", ALLGATHER),
+        run=commands.as_typed(
+            "--context-parallel-method", ALLGATHER, drop=("--context-parallel-method",)
+        ),
     )
 
 
@@ -163,9 +165,8 @@ class Context:
 
         Families with layers of several kinds take a mask for each kind, in a dict.
         """
-        rows, share = batch.input_ids.shape
-        length = share * self.size
-        embeddings = torch.empty(rows, length, 0, dtype=model.dtype, device=batch.input_ids.device)
+        shape = (len(batch.input_ids), batch.row_length, 0)
+        embeddings = torch.empty(shape, dtype=model.dtype, device=batch.input_ids.device)
         masks = masking_utils.create_masks_for_generate(
             model.config, embeddings, None, None, position_ids=batch.row_positions
         )
@@ -180,7 +181,7 @@ class Context:
         """Return the rows of a mask for the queries of this rank. mask: None if it is causal."""
         rows, share = batch.input_ids.shape
         device = batch.input_ids.device
-        length = share * self.size
+        length = batch.row_length
         first = self.rank * share
         if mask is None:
             causal = torch.ones(share, length, dtype=torch.bool, device=device).tril(first)
@@ -205,7 +206,6 @@ class Context:
         exchange.
         """
         rows, _, share, _ = parts[0].shape
-        sizes = [(part.shape[1] // self.size, part.shape[3]) for part in parts]
         packed = torch.cat(
             [
                 part.unflatten(1, (self.size, -1)).permute(1, 0, 3, 2, 4).flatten(3)  # [N, B, s, _]
@@ -215,11 +215,8 @@ class Context:
         )
         received = _AllToAll.apply(packed, self.group)  # [N, B, s, _], N now the part of the row
         tokens = received.transpose(0, 1).reshape(rows, self.size * share, -1)
-        widths = [heads * size for heads, size in sizes]
-        return [
-            part.unflatten(2, size).transpose(1, 2)
-            for part, size in zip(tokens.split(widths, 2), sizes, strict=True)
-        ]
+        sizes = [(part.shape[1] // self.size, part.shape[3]) for part in parts]
+        return _split_heads(tokens, sizes)
 
     def _exchange_tokens(self, out: Tensor) -> Tensor:
         """Return all heads of this rank's tokens [B, s, H, D]. out: [B, T, H/N, D]."""
@@ -230,17 +227,23 @@ class Context:
     def _gather_tokens(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return keys and values of all tokens, [B, H, T, D]. key, value: [B, H, s, D]."""
         packed = torch.cat([part.transpose(1, 2).flatten(2) for part in (key, value)], dim=2)
-        tokens = self.gather_rows(packed)  # [B, T, _]
         sizes = [(part.shape[1], part.shape[3]) for part in (key, value)]
-        widths = [heads * size for heads, size in sizes]
-        return [
-            part.unflatten(2, size).transpose(1, 2)
-            for part, size in zip(tokens.split(widths, 2), sizes, strict=True)
-        ]
+        return _split_heads(self.gather_rows(packed), sizes)
 
     def gather_rows(self, part: Tensor) -> Tensor:
         """Return whole rows [B, T, …] on each rank. part: this rank's tokens, [B, s, …]."""
         return _AllGather.apply(part.contiguous(), self.group).transpose(0, 1).flatten(1, 2)
+
+
+def _split_heads(tokens: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Return the parts of packed tokens [B, T, _] as heads, [B, H, T, D] each.
+
+    sizes: H and D of each part, in the order in which they were packed.
+    """
+    parts = tokens.split([heads * size for heads, size in sizes], dim=2)
+    return [
+        part.unflatten(2, size).transpose(1, 2) for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def describe(
@@ -284,13 +287,11 @@ def sum_over_group(value: Tensor, group: str) -> Tensor:
     return wait(torch.ops._c10d_functional.all_reduce(value, "sum", group))
 
 
-def start(rank: int, ranks: int, size: int, method: str) -> Context | None:
-    """Return the context of a rank, or None if each rank has whole rows.
+def start(rank: int, ranks: int, size: int, method: str) -> Context:
+    """Return the context of a rank, and warn if rows are divided over several nodes.
 
     All ranks must call this, because it creates process groups. ranks: a multiple of size.
     """
-    if size == 1:
-        return None
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     if per_node % size and rank == 0:
         log.warn(

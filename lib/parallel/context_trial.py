@@ -38,8 +38,8 @@ class _NoExchange:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any,
-        **named: Any,
+        *_: Any,
+        **__: Any,
     ) -> tuple[Tensor, None]:
         """Return the values of the tokens [B, T, Hq, V]; see `Context.attend`."""
         self.is_used = True

@@ -64,8 +64,8 @@ class Data(ABC):
 class SampleData(Data):
     """Samples that are numbered before the run starts.
 
-    train: those of one epoch. long_documents: how many documents are longer than a row, in words;
-    "" if unknown or if another rank says it.
+    train: the samples of one epoch. long_documents: a phrase with the number of documents that are
+    longer than a row; "" if it is unknown or if another rank prints it.
     """
 
     train: Samples
