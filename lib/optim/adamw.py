@@ -17,8 +17,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, lr=lr, betas=betas, fused=True)
 
-    @staticmethod
-    def new_state(parameter: Tensor) -> dict[str, Tensor]:
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {

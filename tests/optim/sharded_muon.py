@@ -1,0 +1,73 @@
+"""Train a tiny model with Muon on shards; each rank runs this.
+
+argv: a file for the results of rank 0, and the ranks per replica. The gradients are those of the
+whole model on each rank, so the weights must be the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from lib.models.sharded import mark_padded, plain
+from lib.optim import registry
+from lib.parallel import parallelize
+from lib.parallel.layout import ParallelLayout, make_mesh
+from tests.models.families import FAMILIES, make_tiny_llama
+
+STEPS = 4
+# Matrices with fewer rows than ranks, tied weights, and experts that ranks cannot share evenly.
+MODELS = {
+    "llama": make_tiny_llama(num_key_value_heads=1, head_dim=2, tie_word_embeddings=True),
+    "mixtral": FAMILIES["mixtral"](),
+    "four experts": FAMILIES["mixtral"](num_local_experts=4),
+}
+
+
+def draw_gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+    seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:4], "little")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(layout: ParallelLayout, shard: int, name: str) -> dict[str, Tensor]:
+    """Return the weights and states after some steps of random gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard)
+    parallelize.shard(model, mesh, "fp32")
+    mark_padded(model)
+    optimizer = registry.build_optimizer("muon", model, 1e-2)
+    for step in range(STEPS):
+        for key, parameter in model.named_parameters():
+            shape = plain(parameter).shape
+            whole = draw_gradient(key, shape, step)
+            if parameter.shape != shape:
+                rows = parameter.shape[1] - shape[1]
+                whole = torch.nn.functional.pad(whole, (0, 0, 0, rows))
+            assert isinstance(parameter, DTensor)
+            parameter.grad = distribute_tensor(whole, mesh, parameter.placements)
+        optimizer.found_inf = torch.tensor(float(step == 2))  # a skipped step
+        optimizer.step()
+    states = registry.named_states(model, optimizer)
+    tensors = {**{key: plain(p) for key, p in model.named_parameters()}, **states}
+    return {key: tensor.full_tensor().detach() for key, tensor in tensors.items()}
+
+
+def main() -> None:
+    layout = ParallelLayout.start()
+    results = {name: train(layout, int(sys.argv[2]), name) for name in MODELS}
+    if layout.rank == 0:
+        torch.save(results, sys.argv[1])
+    layout.stop()
+
+
+if __name__ == "__main__":
+    main()
