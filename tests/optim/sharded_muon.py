@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lib.models.sharded import mark_padded, plain
+from lib.models.sharded import local_slice, local_tensor, plain
 from lib.optim import registry
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout, make_mesh
@@ -32,23 +32,26 @@ MODELS = {
 }
 
 
-def draw_gradient(name: str, shape: torch.Size, step: int) -> Tensor:
+def draw_numbers(name: str, shape: torch.Size, step: int) -> Tensor:
     seed = int.from_bytes(hashlib.sha256(f"{name} {step}".encode()).digest()[:4], "little")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def train(layout: ParallelLayout, shard: int, name: str) -> dict[str, Tensor]:
     """Return the weights and states after some steps of random gradients."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS[name])
     mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard)
     parallelize.shard(model, mesh, "fp32")
-    mark_padded(model)
+    parallelize.materialise_model(model, layout.device, offload=False)
+    for key, parameter in model.named_parameters():
+        weight = draw_numbers(key, plain(parameter).shape, -1)
+        local_tensor(parameter).copy_(weight[local_slice(parameter)])
     optimizer = registry.build_optimizer("muon", model, 1e-2)
     for step in range(STEPS):
         for key, parameter in model.named_parameters():
             shape = plain(parameter).shape
-            whole = draw_gradient(key, shape, step)
+            whole = draw_numbers(key, shape, step)
             if parameter.shape != shape:
                 rows = parameter.shape[1] - shape[1]
                 whole = torch.nn.functional.pad(whole, (0, 0, 0, rows))
