@@ -1,5 +1,5 @@
-# covers: 04_train_fsdp.py, lib/optim/adamw8bit.py
-"""Train with 8-bit moments: losses, bytes of the checkpoints, resumes."""
+# covers: 04_train_fsdp.py, lib/optim/adamw8bit.py, lib/optim/muon.py
+"""Train with 8-bit moments and with Muon: losses, bytes of the checkpoints, resumes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage
-from tests.training import SMALL_RUN, losses, metrics, train_model
+from tests.training import SMALL_RUN, assert_refused, losses, metrics, read_log, train_model
 
 STEPS = 12
 ARGUMENTS = (
@@ -71,3 +71,23 @@ def test_8_bit_moments_train_like_float32_moments(project: Path) -> None:
         "04_train_fsdp.py", "-e", "small", *ARGUMENTS, "--max-steps", 20, cwd=project, expect=2
     )
     assert "--optimizer: adamw8bit there" in done.stderr
+
+
+def test_muon_trains_and_resumes_on_any_number_of_ranks(project: Path) -> None:
+    """Its momentum is sharded, and its checkpoint is no one else's."""
+    words = (*ARGUMENTS, "--from-scratch", "--optimizer", "muon", "--compile", "off")
+    printed = train_model(project, "small", *words, ranks=2)
+    assert "suits models" not in printed
+    expected = losses(project, "small")
+    assert expected[STEPS] < expected[1] - 0.5
+    log = read_log(project, "small")
+    assert "Muon for 14 tensors" in log and "AdamW for 1 tensor" in log
+    for ranks, batch in ((0, 2), (4, 1)):
+        copy_after_four_steps(project, f"on_{ranks}")
+        train_model(project, f"on_{ranks}", *words, "-b", batch, ranks=ranks)
+        assert losses(project, f"on_{ranks}") == pytest.approx(expected, rel=1e-5)
+    copy_after_four_steps(project, "other")
+    others = (*ARGUMENTS, "--from-scratch", "--optimizer")
+    assert_refused(project, "-e", "other", *others, "adamw", code=2, says="--optimizer: muon")
+    printed = train_model(project, "tuned", *ARGUMENTS, "--optimizer", "muon", "--max-steps", 1)
+    assert "Muon suits models that were trained with it" in printed
