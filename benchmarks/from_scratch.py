@@ -124,19 +124,18 @@ def prepare(work: Path) -> None:
     _run("03_download_model.py", "--from-scratch", "--model-size", "1M", "--model-name", "1M",
          "--cache-dir", work / "cache", "--train-tokenizer", corpus,
          "--vocab-size", _VOCABULARY)  # fmt: skip
-    models = work / "cache" / "models"
     for name, size in _SIZES.items():
-        _write_model(models / "1M", models / name, size.shape)
+        _write_model(work / "cache" / "models" / "1M", work / "models" / name, size.shape)
     _run("04_train_fsdp.py", *_training_options(work, Cell("1M", "adamw", 1e-3)), "--prepare-only")
     (work / "prepared").touch()
 
 
 def _write_model(like: Path, target: Path, shape: scratch_sizes.Size) -> None:
     """Write a model directory of another shape, with the same tokenizer."""
-    if target != like:
-        shutil.copytree(like, target, dirs_exist_ok=True)
-    path = target / "config.json"
-    config = json.loads(path.read_text())
+    target.mkdir(parents=True)
+    for path in like.glob("tokenizer*.json"):
+        shutil.copy(path, target)
+    config = json.loads((like / "config.json").read_text())
     config |= {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -145,7 +144,7 @@ def _write_model(like: Path, target: Path, shape: scratch_sizes.Size) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.hidden // shape.heads,
     }
-    path.write_text(json.dumps(config))
+    (target / "config.json").write_text(json.dumps(config))
 
 
 def _run(*words: object, core: int | None = None) -> None:
@@ -163,7 +162,7 @@ def _training_options(work: Path, cell: Cell) -> list[object]:
     steps = _SIZES[cell.size].steps
     return [
         *("-e", work / "outputs" / "-".join(map(str, cell)).replace(", ", "-").replace(" ", "-")),
-        *("-d", work / "corpus", "-m", cell.size, "--cache-dir", work / "cache"),
+        *("-d", work / "corpus", "-m", work / "models" / cell.size, "--cache-dir", work / "cache"),
         "--from-scratch",
         *("-s", _LENGTH, "-b", _BATCH, "--max-steps", steps, "--precision", "bf16"),
         *("--lr", f"{cell.rate:g}", "--seed", cell.seed, *_OPTIMIZERS[cell.optimizer]),
