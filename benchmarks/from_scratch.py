@@ -6,10 +6,10 @@
   python benchmarks/from_scratch.py draw                           # tables and pictures
 
 `train` prepares the source code of four packages that requirements.txt installs, as a user would:
-stages 01 and 02, near duplicates dropped by lib.curate, a tokenizer by stage 03. Then it runs stage
-04 with its defaults for each size, optimizer and learning rate, one run per core. A best rate at the
-end of the list gets another neighbour. The best rate of each optimizer is run with three seeds.
-Each finished run is a line of benchmarks/results/from_scratch.jsonl.
+stages 01 and 02, near duplicates dropped by lib.curate, a tokenizer by stage 03. Then it runs
+stage 04 with its defaults for each size, optimizer and learning rate, one run per core. If the best
+rate is at an end of the list, the list grows. The best rate of each optimizer is run with three
+seeds. Each finished run is a line of benchmarks/results/from_scratch.jsonl.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import threading
@@ -27,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -185,7 +184,7 @@ def train(work: Path, cores: Sequence[int], sizes: Sequence[str], names: Sequenc
 
 
 def _find_missing(results: Results, size: str, optimizer: str) -> Iterator[Cell]:
-    """Yield the runs that can be started: the first rates, then a neighbour of the best, or seeds."""
+    """Yield what can be started: the first rates, then a neighbour of the best rate, or seeds."""
     losses = results.rates(size, optimizer)
     first = [rate for rate in _SIZES[size].rates if rate not in losses]
     if first:

@@ -40,7 +40,7 @@ model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.LayerNorm(20))
 for kind in optimizers.OPTIMIZERS:
     states = registry.named_states(model, registry.build_optimizer(kind, model, 1e-3))
     made = sum(tensor.nbytes for tensor in states.values())
-    assert made == sizes.count_states(model, kind, 1)["optimizer"], kind
+    assert made == sizes.count_states(model, optimizers.Choice(kind), 1)["optimizer"], kind
 """
 
 

@@ -1,5 +1,5 @@
-# covers: 04_train_fsdp.py, lib/optim/adamw8bit.py, lib/optim/muon.py
-"""Train with 8-bit moments and with Muon: losses, bytes of the checkpoints, resumes."""
+# covers: 04_train_fsdp.py, lib/optim/adamw.py, lib/optim/adamw8bit.py, lib/optim/muon.py
+"""Train with moments in 8 bits and bf16, and with Muon: losses, checkpoints, resumes."""
 
 from __future__ import annotations
 
@@ -71,6 +71,26 @@ def test_8_bit_moments_train_like_float32_moments(project: Path) -> None:
         "04_train_fsdp.py", "-e", "small", *ARGUMENTS, "--max-steps", 20, cwd=project, expect=2
     )
     assert "--optimizer: adamw8bit there" in done.stderr
+
+
+def test_moments_in_bf16_train_like_float32_and_resume_exactly(project: Path) -> None:
+    """They train like float32, on any number of ranks, and no run changes to them unasked."""
+    for name, precision in (("large", "fp32"), ("small", "bf16")):
+        train_model(project, name, *ARGUMENTS, "--optimizer-states", precision, ranks=2)
+    expected = losses(project, "small")
+    assert expected[STEPS] < expected[1] - 0.5
+    assert expected != losses(project, "large")
+    assert expected == pytest.approx(losses(project, "large"), rel=2e-3)
+    words = (*ARGUMENTS, "--optimizer-states", "bf16")
+    for ranks, batch, tolerance in ((2, 2, 0.0), (0, 2, 1e-3), (4, 1, 1e-3)):
+        copy_after_four_steps(project, f"on_{ranks}")
+        train_model(project, f"on_{ranks}", *words, "-b", batch, ranks=ranks)
+        assert losses(project, f"on_{ranks}") == pytest.approx(expected, rel=tolerance)
+    for other in ((), ("--optimizer", "adamw8bit")):
+        assert_refused(project, "-e", "small", *ARGUMENTS, *other, code=2, says="--optimizer")
+    assert_refused(
+        project, "-e", "new", *words, "--beta2", 0.999, code=2, says="a --beta2 of at most 0.99"
+    )
 
 
 def test_muon_trains_and_resumes_on_any_number_of_ranks(project: Path) -> None:

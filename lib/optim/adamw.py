@@ -1,11 +1,24 @@
-"""AdamW with torch's fused kernel."""
+"""AdamW with torch's fused kernel.
+
+With `--optimizer-states bf16`, both moments are stored in bf16. The kernel for GPUs reads and
+writes them so, and computes in float32. That for CPUs requires moments of the weight's type: there,
+the moments of one parameter at a time are cast.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from lib.optim.optimizers import AdamWOptions, Groups, Wrap
+from lib.optim.optimizers import Groups, MomentOptions, Wrap
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_CASTING_DEVICES = {"cpu"}  # types of devices whose kernel takes no moments in bf16
 
 
 class AdamW(torch.optim.AdamW):
@@ -14,19 +27,78 @@ class AdamW(torch.optim.AdamW):
     Build it after sharding, so that `exp_avg` and `exp_avg_sq` are sharded like the weights.
     """
 
-    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        lr: float,
+        betas: tuple[float, float],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """dtype: of the moments."""
         super().__init__(groups, lr=lr, betas=betas, fused=True)
+        self._dtype = dtype
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter before its first step."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        return {
-            "step": step,
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        moments = {name: torch.zeros_like(parameter, dtype=self._dtype) for name in _MOMENTS}
+        return {"step": step, **moments}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
+        if self._dtype == torch.float32:
+            super().step()
+            return
+        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
+        for _, parameters in groups:
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.new_state(parameter))
+        if self.param_groups[0]["params"][0].device.type not in _CASTING_DEVICES:
+            super().step()
+            return
+        for group, parameters in groups:
+            for parameter in parameters:
+                self._step_cast(parameter, group)
+
+    def _step_cast(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter with float32 copies of its moments."""
+        state = self.state[parameter]
+        copies = [state[name].float() for name in _MOMENTS]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [parameter],
+            [parameter.grad],
+            *([copy] for copy in copies),
+            [],
+            [state["step"]],
+            fused=True,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for name, copy in zip(_MOMENTS, copies, strict=True):
+            state[name].copy_(copy)
 
 
-def build(groups: Groups, lr: float, options: AdamWOptions, wrap: Wrap | None) -> AdamW:
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let `AdamW` pass moments in bf16 to the kernel on a CPU, too, as on a GPU."""
+    _CASTING_DEVICES.clear()
+    try:
+        yield
+    finally:
+        _CASTING_DEVICES.add("cpu")
+
+
+def build(groups: Groups, lr: float, options: MomentOptions, wrap: Wrap | None) -> AdamW:
     """Return AdamW over groups of parameters."""
-    return AdamW(groups, lr, (options.beta1, options.beta2))
+    dtype = torch.bfloat16 if options.optimizer_states == "bf16" else torch.float32
+    return AdamW(groups, lr, (options.beta1, options.beta2), dtype)

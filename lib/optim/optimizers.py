@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 # Returns the compiled function, or its argument `instead` if it cannot be compiled.
 Wrap = Callable[..., Callable[..., None]]
+# A moment in bf16 has 8 significant bits, so it must fall by more than 1/512 in a step to change.
+_MAX_BF16_BETA2 = 0.99
 _BLOCK = 256  # numbers of a row with one scale in 8-bit moments
 
 
 @dataclass(frozen=True)
 class AdamWOptions:
-    """The options of AdamW, whatever the precision of its moments."""
+    """The options of all kinds of AdamW."""
 
     weight_decay: float = option(
         0.1,
@@ -55,6 +57,28 @@ class AdamWOptions:
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             if beta >= 1:
                 yield f"--{name} must be below 1, got {beta:g}"
+
+
+@dataclass(frozen=True)
+class MomentOptions(AdamWOptions):
+    """The options of AdamW with torch's kernel."""
+
+    optimizer_states: str = option(
+        "fp32",
+        role=Role.RESULT,
+        quiet=True,
+        choices=("fp32", "bf16"),
+        help="AdamW: precision of the moments; bf16 takes 4 instead of 8 bytes per parameter",
+    )
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield what is wrong with the values."""
+        yield from super().find_problems()
+        if self.optimizer_states == "bf16" and self.beta2 > _MAX_BF16_BETA2:
+            yield (
+                f"--optimizer-states bf16 needs a --beta2 of at most {_MAX_BF16_BETA2:g}, got "
+                f"{self.beta2:g}: bf16 would round away the decay of the second moment"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,12 +140,13 @@ class OptimizerSpec:
     options: a frozen dataclass of declared options (`lib/core/declared.py`) with a method
     `find_problems`. They become options of stage 04; an optimizer refuses options that only others
     declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
-    (name, shape) → bytes of the state of a parameter, without the step count. make_groups: (named
-    trainable parameters, options) → parameter groups, which may have settings of their own; empty
-    groups are dropped. largest_lr: the learning rate above which training cannot work. summary: a
-    text for --help, empty for the default. smaller: the optimizer to suggest if the states take too
-    much memory. block: the number of consecutive elements of a row that must be on the same rank.
-    is_compiled: `build` uses `wrap`. caution: a warning for runs that start from trained weights.
+    (name, shape, options) → bytes of the state of a parameter, without the step count.
+    make_groups: (named trainable parameters, options) → parameter groups, which may have settings
+    of their own; empty groups are dropped. largest_lr: the learning rate above which training
+    cannot work. summary: a text for --help, empty for the default. smaller: the optimizer to
+    suggest if the states take too much memory. block: the number of consecutive elements of a row
+    that must be on the same rank. is_compiled: `build` uses `wrap`. caution: a warning for runs
+    that start from trained weights.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
     the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
@@ -130,7 +155,7 @@ class OptimizerSpec:
     """
 
     options: type
-    state_bytes: Callable[[str, Sequence[int]], int]
+    state_bytes: Callable[[str, Sequence[int], Any], int]
     make_groups: Callable[[Sequence[tuple[str, nn.Parameter]], Any], Groups] = decay_matrices
     largest_lr: float = 0.1
     summary: str = ""
@@ -140,26 +165,26 @@ class OptimizerSpec:
     caution: str = ""
 
 
-def _float32_moments(name: str, shape: Sequence[int]) -> int:
-    return 8 * math.prod(shape)
+def _two_moments(name: str, shape: Sequence[int], options: MomentOptions) -> int:
+    return (4 if options.optimizer_states == "bf16" else 8) * math.prod(shape)
 
 
-def _8bit_moments(name: str, shape: Sequence[int]) -> int:
+def _8bit_moments(name: str, shape: Sequence[int], options: AdamWOptions) -> int:
     """Return the bytes of two moments: codes and one scale per block, float32 for vectors."""
     if len(shape) < 2:
-        return _float32_moments(name, shape)
+        return 8 * math.prod(shape)
     scales = shape[0] * units.ceil_div(math.prod(shape[1:]), _BLOCK)
     return 2 * (math.prod(shape) + 4 * scales)
 
 
-def _momentum_or_moments(name: str, shape: Sequence[int]) -> int:
+def _momentum_or_moments(name: str, shape: Sequence[int], options: MuonOptions) -> int:
     return (4 if is_block_matrix(name, shape) else 8) * math.prod(shape)
 
 
 # AdamW moves each weight by up to the learning rate in each step, and weights are far below 1.
 DEFAULT = "adamw"
 OPTIMIZERS = {
-    DEFAULT: OptimizerSpec(AdamWOptions, _float32_moments, smaller="adamw8bit"),
+    DEFAULT: OptimizerSpec(MomentOptions, _two_moments, smaller="adamw8bit"),
     "adamw8bit": OptimizerSpec(
         AdamWOptions,
         _8bit_moments,
@@ -177,6 +202,28 @@ OPTIMIZERS = {
         "against 79.3 in HumanEval (arXiv 2502.16982, section 3.5)",
     ),
 }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An optimizer by its name in OPTIMIZERS, and its options (None: the defaults)."""
+
+    name: str = DEFAULT
+    options: Any = None
+
+    @classmethod
+    def of(cls, config: Any) -> Choice:
+        """Return the choice of a run. config: see `read_options`."""
+        return cls(config.optimizer, read_options(config.optimizer, config))
+
+    @property
+    def spec(self) -> OptimizerSpec:
+        """Return the row of the optimizer."""
+        return OPTIMIZERS[self.name]
+
+    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
+        """Return the bytes of the state of a parameter, without the step count."""
+        return self.spec.state_bytes(name, shape, self.options or self.spec.options())
 
 
 def list_option_classes() -> list[type]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.optim.optimizers import OPTIMIZERS
+from lib.optim.optimizers import Choice
 from lib.parallel.degrees import RECOMPUTATIONS, list_more_recomputation
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def _add_ranks(step: StepConfig) -> ValuesWithSteps:
 
 
 def _shrink_states(step: StepConfig) -> ValuesWithSteps:
-    if smaller := OPTIMIZERS[step.optimizer].smaller:
-        yield smaller, replace(step, optimizer=smaller)
+    if smaller := step.optimizer.spec.smaller:
+        yield smaller, replace(step, optimizer=Choice(smaller))
 
 
 def _offload_activations(step: StepConfig) -> ValuesWithSteps:

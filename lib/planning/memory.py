@@ -18,6 +18,7 @@ from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
 from lib.models.options import FLOAT8_RECIPES
+from lib.optim.optimizers import Choice
 from lib.parallel import placement
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.parallel.placement import ParameterPlacement
@@ -79,7 +80,7 @@ class Estimates:
             offload=False,
             activation_offload=False,
             accumulates=False,
-            optimizer="",
+            optimizer=Choice(),
             recompute="none",
             documents=0,
         )

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.optim.optimizers import OPTIMIZERS
+from lib.optim.optimizers import Choice
 from lib.parallel import placement
 from lib.planning.tracker import SHARDED, Bytes
 
@@ -24,13 +24,11 @@ _PER_FEATURE = 50
 _PER_LOGIT = 14  # bytes: the logit in bf16; its copy, softmax and gradient in float32
 
 
-def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Bytes:
+def count_states(model: PreTrainedModel, optimizer: Choice, shard_size: int) -> Bytes:
     """Return the bytes of a rank's weights, gradients and optimizer states.
 
-    They are means over the ranks. Frozen weights have neither gradients nor states. optimizer: its
-    name.
+    They are means over the ranks. Frozen weights have neither gradients nor states.
     """
-    state_bytes = OPTIMIZERS[optimizer].state_bytes
     count_ranks = placement.count_ranks_in(shard_size)
     totals: dict[int, Bytes] = {}  # by the number of ranks that share the parameters
     for name, p in model.named_parameters():
@@ -38,13 +36,13 @@ def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Byt
         total = totals.setdefault(count_ranks(name, p.shape), dict.fromkeys(SHARDED, 0))
         total["parameters"] += p.numel() * p.element_size()
         total["gradients"] += _FLOAT32 * trained
-        total["optimizer"] += state_bytes(name, p.shape) if trained else 0
+        total["optimizer"] += optimizer.state_bytes(name, p.shape) if trained else 0
     return {
         kind: round(sum(total[kind] / ranks for ranks, total in totals.items())) for kind in SHARDED
     }
 
 
-def count_checkpoint(model: PreTrainedModel, optimizer: str, shard_size: int = 1) -> int:
+def count_checkpoint(model: PreTrainedModel, optimizer: Choice, shard_size: int = 1) -> int:
     """Return the bytes of a checkpoint: float32 masters and states of the trained parameters.
 
     shard_size: ranks that share a parameter. The result is the mean share of a rank; with 1, it is

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -31,8 +31,9 @@ from lib.models.architecture import decoder_layers
 from lib.models.nested import list_tensors
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.optim import optimizers, registry
+from lib.optim import registry
 from lib.optim.guard import StepGuard
+from lib.optim.optimizers import Choice
 from lib.parallel import attention, context, loss, parallelize, varlen
 from lib.parallel.activation_offload import ActivationOffload
 from lib.parallel.degrees import ALLGATHER, ULYSSES
@@ -55,7 +56,7 @@ class StepConfig:
     recomputation. keep_gathered: weights stay gathered until the end of a step. masked: attention
     takes a mask, as it does for packed documents without a varlen kernel. documents: the largest
     number of documents in a sample if a varlen kernel computes their attention, else 0. chunked:
-    the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which computes
+    the output layer computes the loss. on_gpu: False on a CPU, which computes
     some operations in smaller pieces. compiled: the blocks are compiled; a trace itself runs
     uncompiled code. context: ranks that share each sample. context_method: the value of
     --context-parallel-method.
@@ -74,7 +75,7 @@ class StepConfig:
     masked: bool = False
     documents: int = 0
     chunked: bool = True
-    optimizer: str = optimizers.DEFAULT
+    optimizer: Choice = field(default_factory=Choice)
     on_gpu: bool = True
     compiled: bool = False
     context: int = 1
@@ -216,7 +217,7 @@ def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> St
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _patch_attention(model, case),
-        registry.as_on_gpu(case.optimizer),
+        registry.as_on_gpu(case.optimizer.name),
         tracker,
     ):
         parallelize.materialise_model(model, torch.device("cpu"), offload=False)
@@ -242,7 +243,7 @@ class _TracedOffload(ActivationOffload):
 
 def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, on fake or real tensors, and return its memory."""
-    optimizer = registry.build_optimizer(case.optimizer, model, 1e-5)
+    optimizer = registry.build_optimizer(case.optimizer.name, model, 1e-5, case.optimizer.options)
     _add_hooks(model, tracker)
     batch = _make_batch(case).divide(_make_context(model, case))
     for is_last in (False, True) if case.accumulates else (True,):

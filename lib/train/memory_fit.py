@@ -145,7 +145,7 @@ def _report_offloaded(config: Config, check: MemoryCheck) -> None:
 def _report_copies(config: Config, check: MemoryCheck) -> None:
     """Log if host memory has no room for the copies from which checkpoints are written."""
     step = make_local_step_config(config, check.model)
-    copies = sizes.count_checkpoint(check.model, config.optimizer) / step.shard_size
+    copies = sizes.count_checkpoint(check.model, step.optimizer) / step.shard_size
     uses_host = step.offload or not check.on_gpu
     used = sum(check.count_states(step).values()) if uses_host else 0
     used += check.count_offloaded(step)

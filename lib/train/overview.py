@@ -17,6 +17,7 @@ from lib.models import rope
 from lib.models.rope import RopeSettings
 from lib.models.sharded import describe_size
 from lib.models.weights import warn_of_unused
+from lib.optim.optimizers import Choice
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, peaks, sizes
@@ -288,7 +289,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
         model.num_parameters(),
         flops.count_per_token(model, config.seq_length),
         flops.count_attention(model, config.seq_length),
-        sizes.count_checkpoint(model, config.optimizer),
+        sizes.count_checkpoint(model, Choice.of(config)),
         inputs.scratch,
         inputs.source.has_validation,
     )

@@ -14,6 +14,7 @@ from lib.core.identity import find_differences
 from lib.core.options import AUTO
 from lib.core.paths import Experiment
 from lib.optim import schedule
+from lib.optim.optimizers import Choice
 from lib.optim.schedule import Schedule
 from lib.parallel.degrees import ALLGATHER
 from lib.tokens import packing
@@ -248,7 +249,7 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
         offload=config.cpu_offload and on_gpu,
         activation_offload=config.activation_offload and on_gpu,
         keep_gathered=config.keep_gathered,
-        optimizer=config.optimizer,
+        optimizer=Choice.of(config),
         on_gpu=on_gpu,
         context=degrees.context,
         context_method=AUTO

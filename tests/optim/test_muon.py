@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from lib.optim.muon import COEFFICIENTS, _Matrix, _Orthogonaliser, choose_owners
-from lib.optim.optimizers import OPTIMIZERS, is_block_matrix
+from lib.optim.optimizers import Choice, is_block_matrix
 from lib.optim.registry import build_optimizer, named_states
 from tests.conftest import run_stage
 from tests.models.families import FAMILIES, make_tiny_llama
@@ -131,6 +131,6 @@ def test_matrices_of_blocks_are_chosen(name: str, shape: tuple[int, ...], expect
 def test_the_states_have_the_size_that_plans_count() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
     optimizer = build_optimizer("muon", model, 1e-2)
-    counted = OPTIMIZERS["muon"].state_bytes
-    total = sum(counted(name, p.shape) for name, p in model.named_parameters())
+    chosen = Choice("muon")
+    total = sum(chosen.state_bytes(name, p.shape) for name, p in model.named_parameters())
     assert total == sum(tensor.nbytes for tensor in named_states(model, optimizer).values())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lib.optim.guard import StepGuard
-from lib.optim.optimizers import OPTIMIZERS
+from lib.optim.optimizers import OPTIMIZERS, Choice, MomentOptions
 from lib.optim.registry import build_optimizer, named_states, set_learning_rate
 from lib.train.output.rows import LossWindow
 from tests.conftest import ROOT
@@ -65,14 +65,18 @@ def test_no_other_room_names_an_optimizer() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_bytes_are_those_of_the_states(kind: str) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [*map(Choice, OPTIMIZERS), Choice("adamw", MomentOptions(optimizer_states="bf16"))],
+    ids=str,
+)
+def test_state_bytes_are_those_of_the_states(chosen: Choice) -> None:
     shapes = (64, 1024), (10, 300), (6, 4, 64), (1024,), (7,)
     model = nn.ParameterList(torch.randn(shape) for shape in shapes)
-    states = named_states(model, build_optimizer(kind, model, 1e-3))
+    states = named_states(model, build_optimizer(chosen.name, model, 1e-3, chosen.options))
     for name, parameter in model.named_parameters():
         size = sum(tensor.nbytes for key, tensor in states.items() if key.endswith(f".{name}"))
-        assert size == OPTIMIZERS[kind].state_bytes(name, parameter.shape)
+        assert size == chosen.state_bytes(name, parameter.shape)
 
 
 def test_tied_weights_are_updated_once(model: nn.Module) -> None:
