@@ -50,9 +50,10 @@ class OptimizerOptions:
         aliases=("lr_scheduler_type",),
         role=Role.RESULT,
         metavar="KIND",
-        choices=schedule.KINDS,
+        parse=schedule.parse_kind,
         help="learning rate schedule: cosine, linear, constant or wsd (constant, then decay over "
-        "the last fifth of the steps after warm-up)",
+        "the last fifth of the steps after warm-up). wsd:SHARE:SHAPE sets the share of these steps "
+        "and the shape of the decay: linear, cosine or sqrt, as in wsd:0.4:sqrt",
     )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 
@@ -59,6 +60,39 @@ def test_warm_up_stable_decay_goes_down_in_the_last_fifth() -> None:
     curve = rates("wsd", warmup=0, total=101)
     assert curve[:81] == pytest.approx([PEAK] * 81)
     assert curve[90] == pytest.approx((PEAK + MINIMUM) / 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "middle"), [("wsd:0.4", 0.5), ("wsd:0.4:cosine", 0.5), ("wsd:0.4:sqrt", 1 - 0.5**0.5)]
+)
+def test_the_decay_has_a_share_and_a_shape(kind: str, middle: float) -> None:
+    curve = rates(kind, warmup=0, total=101)
+    assert curve[:61] == pytest.approx([PEAK] * 61) and curve[61] < PEAK
+    assert curve[80] == pytest.approx(MINIMUM + middle * (PEAK - MINIMUM))
+    assert curve[-1] == pytest.approx(MINIMUM)
+    assert all(later < earlier for earlier, later in itertools.pairwise(curve[60:]))
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("wsd:0.20", "wsd"),
+        ("wsd:.2:linear", "wsd"),
+        ("wsd::sqrt", "wsd:0.2:sqrt"),
+        ("wsd:1", "wsd:1"),
+    ],
+)
+def test_defaults_are_left_out_of_a_kind(text: str, kind: str) -> None:
+    assert schedule.parse_kind(text) == kind
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "wsd:0", "wsd:1.1", "wsd:nan", "wsd:x", "wsd:0.2:step", "wsd:0.2:sqrt:1", "cosine:0.2"],
+)
+def test_other_kinds_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected one of cosine"):
+        schedule.parse_kind(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
