@@ -15,23 +15,29 @@ seeds. Each finished run is a line of benchmarks/results/from_scratch.jsonl.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Queue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
 from benchmarks.parts import processes
 from lib.models import scratch_sizes
+from lib.optim.optimizers import DEFAULT, OPTIMIZERS, Choice
 
 _RESULTS = Path(__file__).parent / "results" / "from_scratch.jsonl"
 _IMAGES = processes.ROOT / "docs" / "images"
@@ -95,7 +101,8 @@ class Results:
 
     def final(self, cell: Cell) -> float:
         """Return the validation loss at the end of a run; infinite if it is not a number."""
-        return self.curves[cell][-1][1]
+        loss = self.curves[cell][-1][1]
+        return math.inf if math.isnan(loss) else loss
 
     def rates(self, size: str, optimizer: str) -> dict[float, float]:
         """Return the final losses of the first seed, by learning rate in ascending order."""
@@ -214,6 +221,156 @@ def _train_cell(work: Path, results: Results, free: Queue[int], cell: Cell) -> N
         free.put(core)
 
 
+def compare_steps(work: Path, size: str, samples: int, rounds: int) -> None:
+    """Print the time of a step, and the bytes of the states, by optimizer."""
+    prepare(work)
+    ways = {name: partial(_measure_step, work, size, samples, name) for name in _OPTIMIZERS}
+    results = processes.run_in_turns(ways, rounds)
+    print(
+        f"| {size}, {samples * _LENGTH:,} tokens per step | ms of a step | ÷ adamw | "
+        "ms of the update | bytes of states per parameter |\n|---|---|---|---|---|"
+    )
+    steps = {
+        name: statistics.median(run["time/total"] for run in runs) for name, runs in results.items()
+    }
+    for name, runs in results.items():
+        update = statistics.median(run["time/optimizer"] for run in runs)
+        print(
+            f"| {name} | {steps[name]:.0f} | {steps[name] / steps['adamw']:.3f} | {update:.1f} | "
+            f"{_count_state_bytes(work, size, name):.2f} |"
+        )
+
+
+def _measure_step(work: Path, size: str, samples: int, optimizer: str) -> dict[str, Any]:
+    options = ("-m", work / "models" / size, "--from-scratch", "-d", "synthetic", "-s", _LENGTH)
+    output = processes.run_command(
+        [
+            *(sys.executable, str(processes.ROOT / "04_train_fsdp.py"), "--bench"),
+            *map(str, (*options, "-b", samples, "--precision", "bf16")),
+            *_OPTIMIZERS[optimizer],
+        ]
+    )
+    return json.loads(output.splitlines()[-1])
+
+
+def _count_state_bytes(work: Path, size: str, optimizer: str) -> float:
+    """Return the bytes of the optimizer's states per parameter."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work / "models" / size))
+    words = iter(_OPTIMIZERS[optimizer])
+    values = {word.removeprefix("--").replace("-", "_"): next(words) for word in words}
+    kind = values.pop("optimizer", DEFAULT)
+    choice = Choice(kind, OPTIMIZERS[kind].options(**values))
+    total = sum(choice.state_bytes(name, p.shape) for name, p in model.named_parameters())
+    return total / model.num_parameters()
+
+
+def draw() -> None:
+    """Print a table for each size, and write the pictures of the page."""
+    results = Results()
+    sizes = [size for size in _SIZES if any(cell.size == size for cell in results.curves)]
+    for size in sizes:
+        _print_table(results, size)
+    _draw_panels(sizes, "from-scratch-loss.png", partial(_draw_curves, results))
+    _draw_panels(sizes, "from-scratch-rates.png", partial(_draw_rates, results))
+
+
+def _list_measured(results: Results, size: str) -> list[str]:
+    return [name for name in _OPTIMIZERS if results.rates(size, name)]
+
+
+def _best_runs(results: Results, size: str, optimizer: str) -> list[list[tuple[int, float]]]:
+    """Return the curves of all seeds at the best rate."""
+    rate = results.best_rate(size, optimizer)
+    cells = (Cell(size, optimizer, rate, seed) for seed in _SEEDS)
+    return [results.curves[cell] for cell in cells if cell in results.curves]
+
+
+def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    return [
+        (points[0][0], statistics.mean(loss for _, loss in points))
+        for points in zip(*runs, strict=True)
+    ]
+
+
+def _find_tokens(curve: Sequence[tuple[int, float]], loss: float) -> float:
+    """Return the tokens after which a falling curve reaches a loss; NaN if it never does."""
+    for (before, high), (after, low) in itertools.pairwise(curve):
+        if low <= loss < high:
+            return before + (after - before) * (high - loss) / (high - low)
+    return math.nan
+
+
+def _print_table(results: Results, size: str) -> None:
+    names = _list_measured(results, size)
+    curves = {name: _mean_curve(_best_runs(results, size, name)) for name in names}
+    tokens, aim = curves["adamw"][-1]
+    print(
+        f"\n| {size}, {tokens / 1e6:.2f}M tokens | final loss by learning rate | seeds | mean | "
+        "lowest to highest | tokens to the loss of adamw |\n|---|---|---|---|---|---|"
+    )
+    for name in names:
+        runs = _best_runs(results, size, name)
+        finals = [run[-1][1] for run in runs]
+        rates = results.rates(size, name)
+        tried = ", ".join(
+            f"**{rate:g}: {loss:.3f}**"
+            if rate == results.best_rate(size, name)
+            else f"{rate:g}: {loss:.3f}"
+            for rate, loss in rates.items()
+        )
+        share = _find_tokens(curves[name], aim) / tokens
+        reached = "never" if math.isnan(share) else f"{share:.2f} ×"
+        print(
+            f"| {name} | {tried} | {len(runs)} | {statistics.mean(finals):.3f} | "
+            f"{min(finals):.3f} to {max(finals):.3f} | {'1' if name == 'adamw' else reached} |"
+        )
+
+
+def _draw_panels(sizes: Sequence[str], file: str, draw_panel: Callable[[Any, str], None]) -> None:
+    """Write a picture with a panel per size."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(sizes), 3.6), dpi=110, layout="constrained")
+    for panel, size in zip(np.atleast_1d(figure.subplots(1, len(sizes))), sizes, strict=True):
+        draw_panel(panel, size)
+        panel.set_title(f"{size} parameters", fontsize=10)
+        panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+    figure.savefig(_IMAGES / file, metadata={"Software": None})
+
+
+def _draw_curves(results: Results, panel: Any, size: str) -> None:
+    for number, name in enumerate(_list_measured(results, size)):
+        runs = _best_runs(results, size, name)
+        millions = [tokens / 1e6 for tokens, _ in runs[0]]
+        losses = [[loss for _, loss in run] for run in runs]
+        style = {"color": f"C{number}"}
+        panel.plot(millions, [loss for _, loss in _mean_curve(runs)], label=name, **style)
+        panel.fill_between(
+            millions,
+            [min(at) for at in zip(*losses, strict=True)],
+            [max(at) for at in zip(*losses, strict=True)],
+            alpha=0.2,
+            **style,
+        )
+    panel.set_xlabel("million tokens")
+    panel.set_ylabel("validation loss")
+    panel.set_yscale("log")
+
+
+def _draw_rates(results: Results, panel: Any, size: str) -> None:
+    for name in _list_measured(results, size):
+        rates = results.rates(size, name)
+        panel.plot(list(rates), list(rates.values()), marker="o", markersize=4, label=name)
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("learning rate")
+    panel.set_ylabel("validation loss at the end")
+
+
 def main() -> None:
     """Run a part of the comparison."""
     parser = argparse.ArgumentParser(
@@ -224,10 +381,16 @@ def main() -> None:
     parser.add_argument("--cores", default="0", help="numbers of the cores that train")
     parser.add_argument("--sizes", default=",".join(_SIZES))
     parser.add_argument("--optimizers", default=";".join(_OPTIMIZERS), help="separated by ;")
+    parser.add_argument("--samples", type=int, default=64, help="of a step, for `step`")
+    parser.add_argument("--rounds", type=int, default=5, help="launches of each kind, for `step`")
     args = parser.parse_args()
     sizes, names = args.sizes.split(","), args.optimizers.split(";")
     if args.part == "train":
         train(args.work.absolute(), [int(core) for core in args.cores.split(",")], sizes, names)
+    elif args.part == "step":
+        compare_steps(args.work.absolute(), sizes[-1], args.samples, args.rounds)
+    else:
+        draw()
 
 
 if __name__ == "__main__":
