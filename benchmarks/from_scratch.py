@@ -42,7 +42,8 @@ from lib.optim.optimizers import DEFAULT, OPTIMIZERS, Choice
 _RESULTS = Path(__file__).parent / "results" / "from_scratch.jsonl"
 _IMAGES = processes.ROOT / "docs" / "images"
 _PACKAGES = ("torch", "transformers", "sympy", "networkx")
-_LENGTH, _BATCH = 256, 16  # tokens of a sample, samples of a step
+_LENGTH = 256  # tokens of a sample
+_BATCH = 16  # samples of a step
 _VOCABULARY = 2048
 _EVALUATIONS = 10  # of a run, each on as many tokens of the validation split:
 _EVALUATED_BATCHES = 8
@@ -384,9 +385,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="of a step, for `step`")
     parser.add_argument("--rounds", type=int, default=5, help="launches of each kind, for `step`")
     args = parser.parse_args()
-    sizes, names = args.sizes.split(","), args.optimizers.split(";")
+    sizes = args.sizes.split(",")
     if args.part == "train":
-        train(args.work.absolute(), [int(core) for core in args.cores.split(",")], sizes, names)
+        cores = [int(core) for core in args.cores.split(",")]
+        train(args.work.absolute(), cores, sizes, args.optimizers.split(";"))
     elif args.part == "step":
         compare_steps(args.work.absolute(), sizes[-1], args.samples, args.rounds)
     else:

@@ -15,7 +15,7 @@ import pytest
 
 from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
-from lib.optim.optimizers import list_option_classes
+from lib.optim.optimizers import OPTIMIZERS, list_option_classes
 from lib.train.config import Config
 from tests import form
 from tests.scripts import load_script
@@ -143,6 +143,10 @@ def imports_of(path: Path) -> set[Path]:
     return {file for file in files if file.is_file()}
 
 
+# The modules that a module imports by their names.
+NAMED = {ROOT / "lib/optim/registry.py": {ROOT / f"lib/optim/{name}.py" for name in OPTIMIZERS}}
+
+
 def imported(path: Path) -> set[Path]:
     """Return the modules of ours that a script imports, lazily or through others, and itself."""
     seen: set[Path] = set()
@@ -150,7 +154,7 @@ def imported(path: Path) -> set[Path]:
     while queue:
         path = queue.pop()
         seen.add(path)
-        queue |= imports_of(path) - seen
+        queue |= (imports_of(path) | NAMED.get(path, set())) - seen
     return seen
 
 

@@ -149,7 +149,7 @@ class Muon(AdamW):
         # The rows of the next bucket travel while this one is orthogonalised.
         following = None
         for bucket in plan.buckets:
-            current, following = following, _Exchange(bucket, step, plan.group)
+            current, following = following, _OwnerExchange(bucket, step, plan.group)
             if current is not None:
                 current.finish(self._orthogonalise)
         if following is not None:
@@ -223,7 +223,7 @@ class _GroupStep:
         weight.copy_(torch.where(self._skip, weight, moved))
 
 
-class _Exchange:
+class _OwnerExchange:
     """Sends the rows of a bucket of matrices to their owners, and the results back."""
 
     def __init__(

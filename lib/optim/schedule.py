@@ -61,7 +61,8 @@ def parse_kind(text: str) -> str:
     try:
         share, shape = _split_stable(text)
     except ValueError:
-        share, shape = 0.0, ""
+        share = 0.0
+        shape = ""
     if not 0 < share <= 1 or shape not in _SHAPES:
         raise argparse.ArgumentTypeError(
             f"expected one of {', '.join(KINDS)}, or wsd:SHARE:SHAPE with a share from 0 to 1 and "
