@@ -13,6 +13,7 @@ from tests.gpu.runs import FP32_TOLERANCE, read_digests, small_run_options
 from tests.gpu.speed import run_bench, run_measured, summarise_run
 
 _MAX_EXPOSED_SHARE = 0.3  # of NCCL's kernel time, without another kernel running at the same time
+_MUON_TOLERANCE = 1e-3  # relative; it rounds its updates to bf16
 _MIN_SCALING = 0.8  # tokens per second of each of all GPUs, relative to a run on one
 
 
@@ -32,15 +33,19 @@ def sharding_options(count: int) -> dict[str, tuple[object, ...]]:
 def collectives(place: Place) -> None:
     """All ranks together, sharded or replicated, give the losses of one rank that accumulates."""
     count = count_ranks(place)
-    options = small_run_options(
-        place, "--max-steps", 5, "-b", 1, "--global-batch-size", 4 * count, "--precision", "fp32"
-    )
-    expected = place.train("one", *options, ranks=1, hook="skip_saves").losses
-    for name, way in sharding_options(count).items():
-        run = place.train(name.replace(" ", "-"), *options, *way, ranks=count, hook="skip_saves")
-        worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
-        place.note(**{f"{name}, {count} ranks": worst})
-        assert worst < FP32_TOLERANCE, (name, run.losses, expected)
+    for optimizer, tolerance in {"adamw": FP32_TOLERANCE, "muon": _MUON_TOLERANCE}.items():
+        options = small_run_options(
+            place,
+            *("--optimizer", optimizer, "--max-steps", 5, "--precision", "fp32"),
+            *("-b", 1, "--global-batch-size", 4 * count),
+        )
+        expected = place.train(optimizer, *options, ranks=1, hook="skip_saves").losses
+        for name, way in sharding_options(count).items():
+            experiment = f"{optimizer}-{name}".replace(" ", "-")
+            run = place.train(experiment, *options, *way, ranks=count, hook="skip_saves")
+            worst = max(abs(a / b - 1) for a, b in zip(run.losses, expected, strict=True))
+            place.note(**{f"{optimizer}, {name}, {count} ranks": worst})
+            assert worst < tolerance, (optimizer, name, run.losses, expected)
 
 
 def scaling(place: Place) -> None:
