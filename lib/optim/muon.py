@@ -57,13 +57,13 @@ _BUCKET = 1 << 26  # numbers of a rank in one exchange, two bytes each
 class _Matrix(NamedTuple):
     """A matrix whose rows are shared by ranks.
 
-    parameter: its index among those of the group. expert: its index in a stack of matrices, None
-    for a parameter that is a matrix. rows: the rows of each rank. owner: the rank that
+    parameter: its index among those of the group. expert: its index in a stack of matrices, 0 for a
+    parameter that is a matrix. rows: the rows of each rank. owner: the rank that
     orthogonalises the matrix.
     """
 
     parameter: int
-    expert: int | None
+    expert: int
     rows: tuple[int, ...]
     columns: int
     owner: int = 0
@@ -73,6 +73,10 @@ class _Matrix(NamedTuple):
         """Return the operations of a Newton–Schulz step, up to a factor."""
         short, long = sorted((sum(self.rows), self.columns))
         return short * short * (2 * long + short)
+
+    def count(self, rank: int) -> int:
+        """Return how many numbers of the matrix a rank has."""
+        return self.rows[rank] * self.columns
 
 
 @dataclass(frozen=True)
@@ -147,13 +151,14 @@ class Muon(AdamW):
             update = step.take_update(number)
             step.apply(number, self._orthogonalise(update) if update.numel() else update)
         # The rows of the next bucket travel while this one is orthogonalised.
-        following = None
+        current: _OwnerExchange | None = None
         for bucket in plan.buckets:
-            current, following = following, _OwnerExchange(bucket, step, plan.group)
+            following = _OwnerExchange(bucket, step, plan.group)
             if current is not None:
                 current.finish(self._orthogonalise)
-        if following is not None:
-            following.finish(self._orthogonalise)
+            current = following
+        if current is not None:
+            current.finish(self._orthogonalise)
 
     def _plan(self, parameters: Sequence[Tensor]) -> _Plan:
         key = tuple(map(id, parameters))
@@ -200,6 +205,7 @@ class _GroupStep:
         self._lr = group["lr"]
         self._decay = 1 - group["lr"] * group["weight_decay"]
         self._skip = skip
+        self.device = skip.device
 
     def take_update(self, number: int) -> Tensor:
         """Add the gradient of a parameter to its momentum; return this rank's rows in bf16."""
@@ -211,7 +217,7 @@ class _GroupStep:
         if self._scale is not None:
             gradient = gradient / self._scale
         average = momentum.lerp(gradient, 1 - _MOMENTUM)
-        momentum.copy_(torch.where(self._skip, momentum, average))
+        torch.where(self._skip, momentum, average, out=momentum)
         return gradient.lerp(average, _MOMENTUM).bfloat16()  # Nesterov's
 
     def apply(self, number: int, direction: Tensor) -> None:
@@ -220,11 +226,14 @@ class _GroupStep:
         weight = local_tensor(parameter)
         rate = self._lr * _RMS * math.sqrt(max(plain(parameter).shape[-2:]))
         moved = (weight * self._decay).add_(direction, alpha=-rate)
-        weight.copy_(torch.where(self._skip, weight, moved))
+        torch.where(self._skip, weight, moved, out=weight)
 
 
 class _OwnerExchange:
-    """Sends the rows of a bucket of matrices to their owners, and the results back."""
+    """Sends the rows of a bucket of matrices to their owners, and the results back.
+
+    Each result replaces its rows, so an exchange takes only two buffers.
+    """
 
     def __init__(
         self, bucket: Sequence[_Matrix], step: _GroupStep, group: dist.ProcessGroup | None
@@ -234,61 +243,53 @@ class _OwnerExchange:
         self._group = group
         self._rank = dist.get_rank(group)
         ranks = range(dist.get_world_size(group))
-        self._sent = [[matrix for matrix in bucket if matrix.owner == rank] for rank in ranks]
-        self._owned = self._sent[self._rank]
-        self._updates = {number: step.take_update(number) for number in _list_parameters(bucket)}
-        rows = [_select(self._updates, matrix) for matrices in self._sent for matrix in matrices]
-        self._mine = [sum(self._count(m, self._rank) for m in matrices) for matrices in self._sent]
-        self._theirs = [sum(self._count(m, rank) for m in self._owned) for rank in ranks]
-        self._received, self._work = self._send(rows, self._mine, self._theirs)
+        self._bucket = sorted(bucket, key=lambda matrix: matrix.owner)
+        self._owned = [matrix for matrix in bucket if matrix.owner == self._rank]
+        self._mine = [
+            sum(matrix.count(self._rank) for matrix in bucket if matrix.owner == rank)
+            for rank in ranks
+        ]
+        self._theirs = [sum(matrix.count(rank) for matrix in self._owned) for rank in ranks]
+        device = step.device
+        self._rows = torch.empty(sum(self._mine), dtype=torch.bfloat16, device=device)
+        self._whole = torch.empty(sum(self._theirs), dtype=torch.bfloat16, device=device)
+        for number, slots in self._list_slots().items():
+            update = step.take_update(number)
+            torch._foreach_copy_(slots, list(update.unbind()) if update.ndim > 2 else [update])
+        self._work = self._begin(self._whole, self._rows, self._theirs, self._mine)
 
     def finish(self, orthogonalise: _Orthogonaliser) -> None:
         """Orthogonalise the matrices of this rank, return the rows, and move the weights."""
         self._work.wait()
         parts = [
-            part.split([self._count(matrix, rank) for matrix in self._owned])
-            for rank, part in enumerate(self._received.split(self._theirs))
+            part.split([matrix.count(rank) for matrix in self._owned])
+            for rank, part in enumerate(self._whole.split(self._theirs))
         ]
-        results = [
-            orthogonalise(torch.cat(rows).view(-1, matrix.columns)).split(matrix.rows)
-            for matrix, rows in zip(self._owned, zip(*parts, strict=True), strict=True)
-        ]
-        back = [rows[rank] for rank in range(len(parts)) for rows in results]
-        received, work = self._send(back, self._theirs, self._mine)
-        work.wait()
-        order = [matrix for matrices in self._sent for matrix in matrices]
-        sizes = [self._count(matrix, self._rank) for matrix in order]
-        for matrix, rows in zip(order, received.split(sizes), strict=True):
-            target = _select(self._updates, matrix)
-            target.copy_(rows.view(target.shape))
-        for number, direction in self._updates.items():
-            self._step.apply(number, direction)
+        for matrix, rows in zip(self._owned, zip(*parts, strict=True), strict=True):
+            result = orthogonalise(torch.cat(rows).view(-1, matrix.columns)).split(matrix.rows)
+            slots = [row.view(part.shape) for row, part in zip(rows, result, strict=True)]
+            torch._foreach_copy_(slots, list(result))
+        self._begin(self._rows, self._whole, self._mine, self._theirs).wait()
+        for number, slots in self._list_slots().items():
+            self._step.apply(number, torch.stack(slots) if len(slots) > 1 else slots[0])
 
-    @staticmethod
-    def _count(matrix: _Matrix, rank: int) -> int:
-        return matrix.rows[rank] * matrix.columns
+    def _list_slots(self) -> dict[int, list[Tensor]]:
+        """Return by parameter where this rank's rows of its matrices are, a view for each."""
+        sizes = [matrix.count(self._rank) for matrix in self._bucket]
+        slots = zip(self._bucket, self._rows.split(sizes), strict=True)
+        found: dict[int, list[Tensor]] = {}
+        for matrix, slot in sorted(slots, key=lambda pair: pair[0][:2]):
+            rows = slot.view(matrix.rows[self._rank], matrix.columns)
+            found.setdefault(matrix.parameter, []).append(rows)
+        return found
 
-    def _send(
-        self, parts: Sequence[Tensor], sizes: list[int], received_sizes: list[int]
-    ) -> tuple[Tensor, dist.Work]:
-        """Begin an all-to-all of bf16 numbers; return what arrives, and the work to wait for."""
-        like = next(iter(self._updates.values()))
-        sent = torch.cat([part.flatten() for part in parts]) if parts else like.new_empty(0)
-        received = like.new_empty(sum(received_sizes))
-        work = dist.all_to_all_single(
-            received, sent, received_sizes, sizes, group=self._group, async_op=True
+    def _begin(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> dist.Work:
+        """Begin an all-to-all; return the work to wait for."""
+        return dist.all_to_all_single(
+            received, sent, received_sizes, sent_sizes, group=self._group, async_op=True
         )
-        return received, work
-
-
-def _list_parameters(bucket: Sequence[_Matrix]) -> list[int]:
-    return sorted({matrix.parameter for matrix in bucket})
-
-
-def _select(updates: dict[int, Tensor], matrix: _Matrix) -> Tensor:
-    """Return this rank's rows of a matrix."""
-    update = updates[matrix.parameter]
-    return update if matrix.expert is None else update[matrix.expert]
 
 
 def _make_plan(parameters: Sequence[Tensor]) -> _Plan:
@@ -302,7 +303,7 @@ def _make_plan(parameters: Sequence[Tensor]) -> _Plan:
             local.append(number)
             continue
         rows, columns, group = shared
-        experts = range(len(parameter)) if parameter.ndim > 2 else (None,)
+        experts = range(len(parameter) if parameter.ndim > 2 else 1)
         matrices.append([_Matrix(number, expert, rows, columns) for expert in experts])
     ranks = dist.get_world_size(group) if group is not None else 1
     buckets: list[list[_Matrix]] = [[]]

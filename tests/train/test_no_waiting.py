@@ -52,7 +52,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "attend_by_document", attend)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "muon"])
 @pytest.mark.parametrize("packed", [False, True], ids=["windows", "documents"])
 def test_steps_between_two_rows_never_wait_for_the_device(
     group: dist.ProcessGroup,
