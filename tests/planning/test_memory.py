@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lib.core import log
 from lib.models.lora import Lora
 from lib.models.sharded import Placement, local_tensor
 from lib.optim.optimizers import Choice
@@ -132,6 +133,14 @@ def test_uneven_shards_count_as_the_largest() -> None:
     small = Estimates(model).step(case(optimizer=Choice("adamw8bit"))).largest["optimizer"]
     assert small < 0.3 * held["optimizer"]  # rows of 64 and 161 numbers have a scale each
     assert held["parameters"] == expected + 2 * 2 * 256 * 8 + 2 * 8 * 4  # tokens, rotary table
+
+
+def test_an_estimate_does_not_log_the_parameters_of_an_optimizer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.setup()
+    traced(on_meta(), case(optimizer=Choice("muon")))
+    assert "Muon" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
