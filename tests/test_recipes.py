@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from lib.core import units
 from lib.train import batch_division, checks
 from tests.conftest import ROOT
 from tests.scripts import load_script
@@ -32,7 +33,7 @@ def test_a_recipe_is_what_config_takes_and_divides(
     monkeypatch.setenv("WORLD_SIZE", str(nodes * gpus))
     content = yaml.safe_load(recipe.read_text())
     opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
-    assert opts.model_name and opts.lr == float(content["lr"])
+    assert (opts.model_name or opts.model_size) and opts.lr == float(content["lr"])
     assert not {"experiment-name", "dataset-name", "nodes"} & set(content), "they are the user's"
     checks.require_consistent(opts, has_begun=False)
     bench = stage.parse(["--config", str(recipe), "--bench", "--model-size", "1B"])
@@ -44,11 +45,11 @@ def test_a_recipe_is_what_config_takes_and_divides(
     division = batch_division.divide_batch(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
     shared = opts.context_parallel
+    passes = units.counted(division.accumulation, "micro-batch")
     reader = "GPU." if shared == 1 else f"group of {shared} GPUs, which share the row"
     assert (
-        f"A step trains on {tokens:,} tokens: {division.accumulation} micro-batches of "
-        f"{opts.batch_size} × {opts.seq_length:,} tokens on each {reader}"
-        in " ".join(text.split("\n# "))
+        f"A step trains on {tokens:,} tokens: {passes} of {opts.batch_size} × "
+        f"{opts.seq_length:,} tokens on each {reader}" in " ".join(text.split("\n# "))
     )
 
 

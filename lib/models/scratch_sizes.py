@@ -36,11 +36,13 @@ class Size:
         return embeddings + self.layers * layer + self.hidden
 
 
-# Long contexts use the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
+# 125M has the layers, the width and the heads of GPT-3 Small (arXiv:2005.14165, table 2.1). Long
+# contexts use the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
 SIZES = {
     #           layers hidden  inner heads kv context     theta
     "1M": Size(4, 128, 384, 4, 2, 1024, 10_000.0, tied=True, vocabulary=1024),
     "tiny": Size(4, 256, 512, 8, 2, 2048, 10_000.0, tied=True, vocabulary=4096),
+    "125M": Size(12, 768, 2048, 12, 4, 2048, 10_000.0),
     "350M": Size(24, 1024, 2816, 16, 8, 2048, 10_000.0),
     "1B": Size(16, 2048, 8192, 32, 8, 4096, 10_000.0),
     "3B": Size(28, 3072, 8192, 24, 8, 4096, 10_000.0),

@@ -11,6 +11,7 @@ from lib.models.scratch import Design
 NAMED = {
     "1M": 1e6,
     "tiny": 3e6,
+    "125M": 125e6,
     "350M": 350e6,
     "1B": 1e9,
     "3B": 3e9,
