@@ -65,12 +65,12 @@ class _Size(NamedTuple):
 
 
 _SIZES = {
-    "1M": _Size(scratch_sizes.SIZES["1M"], 800, (4e-3, 8e-3, 1.6e-2)),
+    "1M": _Size(scratch_sizes.SIZES["1M"], 800, (2e-3, 4e-3, 8e-3)),
     "4M": _Size(
-        scratch_sizes.Size(5, 256, 704, 4, 2, 1024, 1e4, tied=True), 400, (2e-3, 4e-3, 8e-3)
+        scratch_sizes.Size(5, 256, 704, 4, 2, 1024, 1e4, tied=True), 400, (1e-3, 2e-3, 4e-3)
     ),
     "10M": _Size(
-        scratch_sizes.Size(6, 384, 1024, 6, 2, 1024, 1e4, tied=True), 300, (2e-3, 4e-3, 8e-3)
+        scratch_sizes.Size(6, 384, 1024, 6, 2, 1024, 1e4, tied=True), 240, (1e-3, 2e-3, 4e-3)
     ),
 }
 
