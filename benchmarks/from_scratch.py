@@ -65,7 +65,7 @@ class _Size(NamedTuple):
 
 
 _SIZES = {
-    "1M": _Size(scratch_sizes.SIZES["1M"], 800, (2e-3, 4e-3, 8e-3)),
+    "1M": _Size(scratch_sizes.SIZES["1M"], 800, (1e-3, 2e-3, 4e-3)),
     "4M": _Size(
         scratch_sizes.Size(5, 256, 704, 4, 2, 1024, 1e4, tied=True), 400, (1e-3, 2e-3, 4e-3)
     ),
