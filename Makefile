@@ -149,7 +149,7 @@ demo: $(VENV)/installed
 	$(PY) 03_download_model.py --from-scratch --model-size 1M --model-name demo \
 	  --train-tokenizer hf_datasets/demo
 	PYTHON=$(PY) launch/single_node.sh $(DEMO_RANKS) -- -e demo -d hf_datasets/demo -m demo \
-	  --seq-length 128 --batch-size 4 --max-steps 700 --lr 5e-3 --warmup-steps 100 \
+	  --seq-length 128 --batch-size 4 --max-steps 700 --optimizer muon --lr 5e-3 --warmup-steps 100 \
 	  --log-freq 50 --ckpt-freq 350 --eval-freq 350 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
 	@$(PY) -m lib.generate outputs/demo/export/final --temperature 0.6 --top-p 0.8 \
