@@ -11,7 +11,7 @@
 # make reference           write the generated pages of docs/reference/
 # make wording             write tests/approved/, the texts that the code prints
 # make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md
-# make bench               run all other benchmarks one after the other (almost an hour)
+# make bench               run the benchmarks that take minutes one after the other (almost an hour)
 # make validate-framework  check Python, packages, imports, the offline guard, a sharded step
 # make validate-setup      check this machine and all prepared artifacts; with LAUNCHER=slurm or
 #                          kubernetes, check the cluster and the artifacts beside its runs
@@ -202,7 +202,7 @@ memory-table: $(VENV)/installed-dev
 	$(PY) benchmarks/memory.py $(ARGS)
 
 bench: $(VENV)/installed-dev
-	@for script in $(filter-out benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do \
+	@for script in $(filter-out benchmarks/gpu.py benchmarks/from_scratch.py,$(wildcard benchmarks/*.py)); do \
 	  echo "$(PY) $$script"; $(PY) $$script || exit 1; done
 
 gpu-kit: $(VENV)/installed-dev

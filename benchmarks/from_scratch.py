@@ -171,7 +171,7 @@ def _training_options(work: Path, cell: Cell) -> list[object]:
         *("-e", work / "outputs" / "-".join(map(str, cell)).replace(", ", "-").replace(" ", "-")),
         *("-d", work / "corpus", "-m", work / "models" / cell.size, "--cache-dir", work / "cache"),
         "--from-scratch",
-        *("-s", _LENGTH, "-b", _BATCH, "--max-steps", steps, "--precision", "bf16"),
+        *("-s", _LENGTH, "-b", _BATCH, "--max-steps", steps),
         *("--lr", f"{cell.rate:g}", "--seed", cell.seed, *_OPTIMIZERS[cell.optimizer]),
         *("--eval-freq", steps // _EVALUATIONS, "--eval-batches", _EVALUATED_BATCHES),
         *("--ckpt-freq", steps, "--log-freq", 50),
@@ -247,7 +247,7 @@ def _measure_step(work: Path, size: str, samples: int, optimizer: str) -> dict[s
     output = processes.run_command(
         [
             *(sys.executable, str(processes.ROOT / "04_train_fsdp.py"), "--bench"),
-            *map(str, (*options, "-b", samples, "--precision", "bf16")),
+            *map(str, (*options, "-b", samples)),
             *_OPTIMIZERS[optimizer],
         ]
     )
