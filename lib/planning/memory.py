@@ -115,7 +115,7 @@ class Estimates:
         case = replace(case, chunked=self._is_chunked)
         if self._progress is not None:
             self._progress.show(f"batch {case.batch}, {case.recompute}")
-        with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
+        with log.muted(), trace.fake_mesh(case.ranks, case.shard_size) as mesh:
             first, *longer = [trace.trace_step(model, case, mesh) for model in self._models]
         if self._progress is not None:
             self._progress.advance()

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
-from lib.core import log
 from lib.core.options import AUTO
 from lib.models.architecture import decoder_layers
 from lib.models.nested import list_tensors
@@ -244,10 +243,7 @@ class _TracedOffload(ActivationOffload):
 
 def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:
     """Run a step of a sharded model, on fake or real tensors, and return its memory."""
-    with log.muted():
-        optimizer = registry.build_optimizer(
-            case.optimizer.name, model, 1e-5, case.optimizer.options
-        )
+    optimizer = registry.build_optimizer(case.optimizer.name, model, 1e-5, case.optimizer.options)
     _add_hooks(model, tracker)
     batch = _make_batch(case).divide(_make_context(model, case))
     for is_last in (False, True) if case.accumulates else (True,):

@@ -139,7 +139,7 @@ def test_an_estimate_does_not_log_the_parameters_of_an_optimizer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log.setup()
-    traced(on_meta(), case(optimizer=Choice("muon")))
+    Estimates(on_meta()).step(case(optimizer=Choice("muon")))
     assert "Muon" not in capsys.readouterr().out
 
 
