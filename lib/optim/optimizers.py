@@ -146,7 +146,8 @@ class OptimizerSpec:
     cannot work. summary: a text for --help, empty for the default. smaller: the optimizer to
     suggest if the states take too much memory. block: the number of consecutive elements of a row
     that must be on the same rank. is_compiled: `build` uses `wrap`. caution: a warning for runs
-    that start from trained weights.
+    that start from trained weights. is_joint: an update works on several blocks at once, so its
+    memory is not a sum over the blocks.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
     the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
@@ -163,6 +164,7 @@ class OptimizerSpec:
     block: int = 1
     is_compiled: bool = False
     caution: str = ""
+    is_joint: bool = False
 
 
 def _two_moments(name: str, shape: Sequence[int], options: MomentOptions) -> int:
@@ -200,6 +202,7 @@ OPTIMIZERS = {
         caution="Muon suits models that were trained with it. Fine-tuned by Muon, Qwen2.5-7B, "
         "which AdamW has trained, scored lower than by AdamW: 70.8 against 71.4 in MMLU, 77.4 "
         "against 79.3 in HumanEval (arXiv 2502.16982, section 3.5)",
+        is_joint=True,
     ),
 }
 

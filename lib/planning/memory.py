@@ -28,6 +28,7 @@ from lib.planning.knobs import cheaper_settings
 from lib.planning.longest import describe_longest
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import SHARDED, Bytes
+from lib.planning.update import add_update, trace_update
 
 _BATCH_FACTORS = (1, 2, 4)  # of --batch-size, in the rows of the table
 USABLE = 0.9  # share of memory; the rest: CUDA context, NCCL buffers, fragments
@@ -55,12 +56,16 @@ class Estimates:
             for name, p in model.named_parameters()
         ]
         self._traced: dict[StepConfig, StepMemory] = {}
+        self._model = model
+        self._updates: dict[tuple[object, ...], Bytes] = {}
         self._shares: dict[StepConfig, float] = {}
         self._progress = progress
 
     def step(self, case: StepConfig) -> StepMemory:
         """Return the memory of a step on rank 0, which has the largest shards."""
         step = self._eager_step(replace(case, compiled=False))
+        if case.optimizer.spec.is_joint:
+            step = add_update(step, self._update(case))
         return (
             step.with_compiled_blocks(self.estimate_kept_share(case), self._layers)
             if case.compiled and case.recompute == "none"
@@ -120,6 +125,14 @@ class Estimates:
         if self._progress is not None:
             self._progress.advance()
         return first.with_more_blocks(longer[0], self._layers - _SHORT) if longer else first
+
+    def _update(self, case: StepConfig) -> Bytes:
+        """Return the memory of an update of all blocks."""
+        key = (case.ranks, case.shard_size, case.precision, case.offload, case.optimizer)
+        if key not in self._updates:
+            with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
+                self._updates[key] = trace_update(self._model, case, mesh)
+        return self._updates[key]
 
     def _place(self, case: StepConfig) -> list[ParameterPlacement]:
         """Return how ranks share each parameter."""

@@ -42,7 +42,6 @@ from lib.planning.tracker import KINDS, OFFLOADED, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch, Pass
 
 _ROWS_PER_DOCUMENT = 128
-
 # It prints a traceback of each failure, which the caller of the trace reports anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
@@ -262,7 +261,8 @@ def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> S
     tracker.new_kind = "optimizer"
     registry.named_states(model, optimizer)
     tracker.new_kind = "workspace"
-    optimizer.step()
+    if not case.optimizer.spec.is_joint:  # else update.py traces it
+        optimizer.step()
     for moment in pass_phases:  # later steps have states from their beginning
         moment["optimizer"] = tracker.largest["optimizer"]
     forward = pass_phases[:forward_phases]
