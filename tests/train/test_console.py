@@ -99,6 +99,12 @@ def test_a_row_of_a_cpu_has_no_mfu() -> None:
     assert "mfu" not in console.format_record(on_cpu, 0)
 
 
+def test_the_record_of_an_overflow_shows_an_infinite_norm() -> None:
+    overflow = row(train__grad_norm=float("inf"), train__loss=float("nan"))
+    text = console.format_record(overflow, 0)
+    assert "'grad_norm': inf" in text and "'loss': nan" in text
+
+
 def test_a_record_is_a_dict_after_the_rank() -> None:
     text = console.format_record(row(perf__slowest_ratio=1.7), 5)
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lib.core import units
@@ -98,7 +99,11 @@ def _format_percent(share: float) -> str:
 
 
 def _round_figure(value: float) -> Any:
-    """Return a number rounded to four significant digits; an integer keeps all of its digits."""
+    """Return a number rounded to four significant digits; an integer keeps all of its digits.
+
+    The norm of a gradient that overflows is infinite.
+    """
     if isinstance(value, int):
         return value
-    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
+    is_large = math.isfinite(value) and abs(value) >= 1000
+    return round(value) if is_large else float(f"{value:.4g}")
