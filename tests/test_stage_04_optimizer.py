@@ -86,8 +86,15 @@ def test_moments_in_bf16_train_like_float32_and_resume_exactly(project: Path) ->
         copy_after_four_steps(project, f"on_{ranks}")
         train_model(project, f"on_{ranks}", *words, "-b", batch, ranks=ranks)
         assert losses(project, f"on_{ranks}") == pytest.approx(expected, rel=tolerance)
-    for other in ((), ("--optimizer", "adamw8bit")):
-        assert_refused(project, "-e", "small", *ARGUMENTS, *other, code=2, says="--optimizer")
+    for name, other in (
+        ("small", ()),
+        ("small", ("--optimizer", "adamw8bit")),
+        ("large", ("--optimizer-states", "bf16")),
+    ):
+        error = run_stage(
+            "04_train_fsdp.py", "-e", name, *ARGUMENTS, *other, cwd=project, expect=2
+        ).stderr
+        assert "--optimizer" in error and "--resume-with-changes" not in error
     assert_refused(
         project, "-e", "new", *words, "--beta2", 0.999, code=2, says="a --beta2 of at most 0.99"
     )

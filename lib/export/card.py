@@ -18,6 +18,7 @@ FILE = "README.md"
 _OPTIONS = {
     "seq_length": "sequence length (tokens)",
     "global_batch_size": "global batch (samples)",
+    "optimizer": "optimizer",
     "lr": "peak learning rate",
     "min_lr": "last learning rate",
     "lr_scheduler": "schedule",

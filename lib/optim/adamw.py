@@ -1,8 +1,8 @@
 """AdamW with torch's fused kernel.
 
 With `--optimizer-states bf16`, both moments are stored in bf16. The kernel for GPUs reads and
-writes them so, and computes in float32. That for CPUs requires moments of the weight's type: there,
-the moments of one parameter at a time are cast.
+writes them so, and computes in float32 (since torch 2.12). The others require moments of the
+weight's type: there, the moments of one parameter at a time are cast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from torch.optim.adamw import adamw
 from lib.optim.optimizers import Groups, MomentOptions, Wrap
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_CASTING_DEVICES = {"cpu"}  # types of devices whose kernel takes no moments in bf16
+_FIRST_MIXED = (2, 12)  # version of torch whose kernel for GPUs takes moments in bf16
+_CASTING_DEVICES = {"cpu"}  # types of devices whose kernel does not
+if torch.torch_version.TorchVersion(torch.__version__) < _FIRST_MIXED:
+    _CASTING_DEVICES.add("cuda")
 
 
 class AdamW(torch.optim.AdamW):
@@ -90,8 +93,9 @@ class AdamW(torch.optim.AdamW):
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Let `AdamW` pass moments in bf16 to the kernel on a CPU, too, as on a GPU."""
-    _CASTING_DEVICES.clear()
+    """Let `AdamW` cast moments on a CPU only if it would on a GPU."""
+    if "cuda" not in _CASTING_DEVICES:
+        _CASTING_DEVICES.discard("cpu")
     try:
         yield
     finally:

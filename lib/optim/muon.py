@@ -349,6 +349,11 @@ def choose_owners(bucket: Sequence[_Matrix], ranks: int) -> list[_Matrix]:
 
 def build(groups: Groups, lr: float, options: MuonOptions, wrap: Wrap | None) -> Muon:
     """Return Muon over groups of parameters, and log which of them it updates."""
+    matrices = [p for group in groups if group.get("is_muon") for p in group["params"]]
+    if not matrices:
+        log.warn("no matrix of a block is trained, so Muon leaves everything to AdamW")
+    elif matrices[0].device.type == "cpu" and torch.cuda.is_available():
+        log.warn("Muon orthogonalises offloaded matrices on the CPU, which may take minutes a step")
     for group in groups:
         count = sum(map(Tensor.numel, group["params"]))
         name = "Muon" if group.get("is_muon") else "AdamW"

@@ -7,6 +7,7 @@ optimizer by its name.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ Groups = list[dict[str, Any]]
 # Returns the compiled function, or its argument `instead` if it cannot be compiled.
 Wrap = Callable[..., Callable[..., None]]
 # A moment in bf16 has 8 significant bits, so it must fall by more than 1/512 in a step to change.
-_MAX_BF16_BETA2 = 0.99
+_MAX_BF16_BETA = 0.99
+_OUTSIDE = re.compile("embed|wte|wpe|lm_head")  # beginnings of the names of modules
+_NO_MATRIX = re.compile("(bias|A_log|D)$")  # ends of the names of parameters
 _BLOCK = 256  # numbers of a row with one scale in 8-bit moments
 
 
@@ -74,11 +77,12 @@ class MomentOptions(AdamWOptions):
     def find_problems(self) -> Iterator[str]:
         """Yield what is wrong with the values."""
         yield from super().find_problems()
-        if self.optimizer_states == "bf16" and self.beta2 > _MAX_BF16_BETA2:
-            yield (
-                f"--optimizer-states bf16 needs a --beta2 of at most {_MAX_BF16_BETA2:g}, got "
-                f"{self.beta2:g}: bf16 would round away the decay of the second moment"
-            )
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if self.optimizer_states == "bf16" and beta > _MAX_BF16_BETA:
+                yield (
+                    f"--optimizer-states bf16 needs a --{name} of at most {_MAX_BF16_BETA:g}, got "
+                    f"{beta:g}: bf16 would round away the decay of the moment"
+                )
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,14 @@ def decay_matrices(parameters: Sequence[tuple[str, nn.Parameter]], options: Any)
 def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
     """Return whether a parameter is a matrix of a block, or a stack of matrices (experts).
 
-    Blocks are in a list of modules, so their names contain a number. Embeddings and the output
-    layer are no part of it. Factors of LoRA do not count: each is only a part of a matrix.
+    Blocks are in a list of modules, so their names contain a number; so do the embeddings and
+    output layers of models with several codebooks. Factors of LoRA do not count: each is only a
+    part of a matrix. Nor do stacks of vectors: the biases of experts, the states of Mamba.
     """
+    parts = name.split(".")
     is_matrix = len(shape) in (2, 3) and min(shape[-2:]) > 1  # a convolution has a side of 1
-    return is_matrix and ".lora_" not in name and any(map(str.isdigit, name.split(".")))
+    is_in_block = any(map(str.isdigit, parts)) and not any(map(_OUTSIDE.match, parts))
+    return is_matrix and is_in_block and not _NO_MATRIX.search(parts[-1]) and ".lora_" not in name
 
 
 def split_block_matrices(parameters: Sequence[tuple[str, nn.Parameter]], options: Any) -> Groups:

@@ -11,7 +11,7 @@ KINDS = ("cosine", "linear", "constant", "wsd")
 _STABLE = "wsd"  # warm-up, stable, decay
 _DECAY_SHARE = 0.2  # of the steps after the warm-up
 # The share of the height that is left, by the progress of the decay, both from 0 to 1. The shape
-# sqrt falls fast at first; it was the best in Hägele et al. 2024 (arXiv:2405.18392, section 4).
+# sqrt falls fast at first; it was the best in Hägele et al. 2024 (arXiv:2405.18392).
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -65,8 +65,8 @@ def parse_kind(text: str) -> str:
         shape = ""
     if not 0 < share <= 1 or shape not in _SHAPES:
         raise argparse.ArgumentTypeError(
-            f"expected one of {', '.join(KINDS)}, or wsd:SHARE:SHAPE with a share from 0 to 1 and "
-            f"one of the shapes {', '.join(_SHAPES)}, got {text!r}"
+            f"expected one of {', '.join(KINDS)}, or wsd:SHARE:SHAPE with a share above 0, at most "
+            f"1, and one of the shapes {', '.join(_SHAPES)}, got {text!r}"
         )
     shown = f":{shape}" if shape != "linear" else ""
     return f"{_STABLE}:{share:g}{shown}" if shown or share != _DECAY_SHARE else _STABLE

@@ -130,7 +130,7 @@ class Estimates:
         """Return the memory of an update of all blocks."""
         key = (case.ranks, case.shard_size, case.precision, case.offload, case.optimizer)
         if key not in self._updates:
-            with trace.fake_mesh(case.ranks, case.shard_size) as mesh:
+            with log.muted(), trace.fake_mesh(case.ranks, case.shard_size) as mesh:
                 self._updates[key] = trace_update(self._model, case, mesh)
         return self._updates[key]
 

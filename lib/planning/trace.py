@@ -42,6 +42,7 @@ from lib.planning.tracker import KINDS, OFFLOADED, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch, Pass
 
 _ROWS_PER_DOCUMENT = 128
+
 # It prints a traceback of each failure, which the caller of the trace reports anyway.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
@@ -55,10 +56,9 @@ class StepConfig:
     recomputation. keep_gathered: weights stay gathered until the end of a step. masked: attention
     takes a mask, as it does for packed documents without a varlen kernel. documents: the largest
     number of documents in a sample if a varlen kernel computes their attention, else 0. chunked:
-    the output layer computes the loss. on_gpu: False on a CPU, which computes
-    some operations in smaller pieces. compiled: the blocks are compiled; a trace itself runs
-    uncompiled code. context: ranks that share each sample. context_method: the value of
-    --context-parallel-method.
+    the output layer computes the loss. on_gpu: False on a CPU, which computes some operations in
+    smaller pieces. compiled: the blocks are compiled; a trace itself runs uncompiled code. context:
+    ranks that share each sample. context_method: the value of --context-parallel-method.
     """
 
     ranks: int

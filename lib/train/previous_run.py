@@ -44,6 +44,7 @@ _OPTION_OF_INPUT = {
 # Options that decide what the tensors in a checkpoint are and mean, and what differs then.
 _TENSOR_OPTIONS = {
     "optimizer": "states of another optimizer",
+    "optimizer_states": "optimizer states of another precision",
     "lora_rank": "other trained parameters",
     "lora_targets": "other trained parameters",
     "rope_theta": "a model with other RoPE settings",

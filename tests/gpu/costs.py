@@ -17,15 +17,14 @@ from tests.gpu.speed import (
 
 _MAX_ROW_SHARE = 0.01  # of a step's time, for its share of a log row at the default --log-freq
 _DEFAULT_LOG_FREQ = 10
-# The options of the optimizers that are compared. Moments in bf16 come last: torch's fused kernel
-# may refuse them, which ends the item with its message. adamw8bit compiles its update.
+# The options of the optimizers that are compared. adamw8bit compiles its update.
 _OPTIMIZERS = {
     "adamw": (),
     "adamw8bit": ("--optimizer", "adamw8bit"),
     "muon": ("--optimizer", "muon"),
     "adamw-bf16": ("--optimizer-states", "bf16"),
 }
-# The functor with MP computes in float32 from moments in bf16.
+# The functor with MP computes in float32 from moments in bf16; before torch 2.12 they are cast.
 _FUSED_KERNEL = re.compile(r"FusedAdam\w*")
 
 

@@ -56,7 +56,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert count_steps(optimizer) == STEPS
 
 
-def test_a_gpu_casts_no_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_casts_no_moments() -> None:
     """Its kernel gets them in bf16; here, a CPU's kernel refuses them."""
     model = nn.Linear(8, 6, bias=False)
     optimizer = build(model, "bf16")

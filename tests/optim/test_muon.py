@@ -134,6 +134,29 @@ def test_matrices_of_blocks_are_chosen(name: str, shape: tuple[int, ...], expect
     assert is_block_matrix(name, shape) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (64, 64), True),
+        ("transformer.h.0.attn.c_attn.weight", (64, 192), True),
+        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), True),
+        ("model.layers.0.mlp.gate.weight", (4, 64), True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", (4, 64), False),
+        ("backbone.layers.0.mixer.A_log", (64, 16), False),
+        ("backbone.layers.0.mixer.conv1d.weight", (64, 1, 4), False),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 64), False),
+        ("model.decoder.embed_tokens.0.weight", (64, 32), False),
+        ("lm_heads.0.weight", (64, 32), False),
+        ("model.embed_tokens.weight", (64, 32), False),
+        ("lm_head.weight", (64, 32), False),
+    ],
+)
+def test_only_matrices_of_blocks_get_muon(
+    name: str, shape: tuple[int, ...], expected: bool
+) -> None:
+    assert is_block_matrix(name, shape) == expected
+
+
 def test_the_states_have_the_size_that_plans_count() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
     optimizer = build_optimizer("muon", model, 1e-2)

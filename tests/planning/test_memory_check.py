@@ -40,7 +40,7 @@ class Known:
         share = self.parameters / case.shard_size
         held = dict.fromkeys(KINDS, 0) | {
             "gradients": round(8 * share),
-            "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
+            "optimizer": round(share * (8 if case.optimizer.name == "adamw" else 2)),
             "activations": unit * case.tokens // 1024,
         }
         return StepMemory(held, (held,), case.offload)
