@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare optimizers from scratch: the runs behind docs/explanation/from-scratch.md.
+"""Compare optimizers from scratch: loss by tokens and learning rate, time and memory of a step.
 
   python benchmarks/from_scratch.py train --work DIR --cores 0,1   # hours; continues where it was
   python benchmarks/from_scratch.py step --work DIR                # time and memory of a step
@@ -157,7 +157,7 @@ def _write_model(like: Path, target: Path, shape: scratch_sizes.Size) -> None:
 
 
 def _run(*words: object, core: int | None = None) -> None:
-    """Run a command of the project, on one core if it is given; exits if it fails."""
+    """Run a command of the project, on one core if it is given. Raises RuntimeError on failure."""
     pin = None if core is None else partial(os.sched_setaffinity, 0, {core})
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(
@@ -213,11 +213,20 @@ def _train_cell(work: Path, results: Results, free: Queue[int], cell: Cell) -> N
     core = free.get()
     try:
         options = _training_options(work, cell)
-        _run("04_train_fsdp.py", *options, core=core)
         directory = Path(str(options[1]))
-        rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
-        evaluated = [row for row in rows if "eval/loss" in row]
-        curve = [(row["step"] * _LENGTH * _BATCH, round(row["eval/loss"], 4)) for row in evaluated]
+        try:
+            _run("04_train_fsdp.py", *options, core=core)
+        except RuntimeError as error:
+            if "training has diverged" not in str(error):
+                raise
+            curve = [(_SIZES[cell.size].steps * _LENGTH * _BATCH, math.nan)]
+        else:
+            rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+            curve = [
+                (row["step"] * _LENGTH * _BATCH, round(row["eval/loss"], 4))
+                for row in rows
+                if "eval/loss" in row
+            ]
         results.add(cell, curve)
         shutil.rmtree(directory)
         print(cell, curve[-1], flush=True)
@@ -275,7 +284,9 @@ def _count_state_bytes(work: Path, size: str, optimizer: str) -> float:
 def draw() -> None:
     """Print a table for each size, and write the pictures of the page."""
     results = Results()
-    sizes = [size for size in _SIZES if any(cell.size == size for cell in results.curves)]
+    sizes = [size for size in _SIZES if _list_measured(results, size)]
+    if not sizes:
+        sys.exit(f"{_RESULTS} contains no runs: start `train` first")
     for size in sizes:
         _print_table(results, size)
     _draw_panels(sizes, "from-scratch-loss.png", partial(_draw_curves, results))
@@ -301,7 +312,10 @@ def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, 
 
 
 def _find_tokens(curve: Sequence[tuple[int, float]], loss: float) -> float:
-    """Return the tokens after which a falling curve reaches a loss; NaN if it never does."""
+    """Return the tokens after which a falling curve reaches a loss; NaN if it never does.
+
+    The learning rate has not fallen yet at that point, so a run of that length would end lower.
+    """
     for (before, high), (after, low) in itertools.pairwise(curve):
         if low <= loss < high:
             return before + (after - before) * (high - loss) / (high - low)
@@ -314,23 +328,21 @@ def _print_table(results: Results, size: str) -> None:
     tokens, aim = curves["adamw"][-1]
     print(
         f"\n| {size}, {tokens / 1e6:.2f}M tokens | final loss by learning rate | seeds | mean | "
-        "lowest to highest | tokens to the loss of adamw |\n|---|---|---|---|---|---|"
+        "lowest to highest | beside adamw | tokens to the loss of adamw |\n|" + "---|" * 7
     )
     for name in names:
-        runs = _best_runs(results, size, name)
-        finals = [run[-1][1] for run in runs]
-        rates = results.rates(size, name)
+        finals = [run[-1][1] for run in _best_runs(results, size, name)]
+        best = results.best_rate(size, name)
         tried = ", ".join(
-            f"**{rate:g}: {loss:.3f}**"
-            if rate == results.best_rate(size, name)
-            else f"{rate:g}: {loss:.3f}"
-            for rate, loss in rates.items()
+            f"**{rate:g}: {loss:.3f}**" if rate == best else f"{rate:g}: {loss:.3f}"
+            for rate, loss in results.rates(size, name).items()
         )
+        mean = statistics.mean(finals)
         share = _find_tokens(curves[name], aim) / tokens
-        reached = "never" if math.isnan(share) else f"{share:.2f} ×"
+        reached = "" if math.isnan(share) else f"{share:.2f} ×"
         print(
-            f"| {name} | {tried} | {len(runs)} | {statistics.mean(finals):.3f} | "
-            f"{min(finals):.3f} to {max(finals):.3f} | {'1' if name == 'adamw' else reached} |"
+            f"| {name} | {tried} | {len(finals)} | {mean:.3f} | {min(finals):.3f} to "
+            f"{max(finals):.3f} | {mean - aim:+.3f} | {reached} |"
         )
 
 
