@@ -350,39 +350,44 @@ def _draw_panels(sizes: Sequence[str], file: str, draw_panel: Callable[[Any, str
     """Write a picture with a panel per size."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(sizes), 3.6), dpi=110, layout="constrained")
-    for panel, size in zip(np.atleast_1d(figure.subplots(1, len(sizes))), sizes, strict=True):
+    figure = Figure(figsize=(4 * len(sizes), 3.8), dpi=110, layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1, len(sizes)))
+    for panel, size in zip(panels, sizes, strict=True):
         draw_panel(panel, size)
         panel.set_title(f"{size} parameters", fontsize=10)
         panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
     figure.savefig(_IMAGES / file, metadata={"Software": None})
 
 
+def _get_style(optimizer: str) -> dict[str, Any]:
+    """Return how to draw an optimizer: dashes show a line that lies on another one."""
+    number = list(_OPTIMIZERS).index(optimizer)
+    return {"color": f"C{number}", "dashes": (4, number) if number else (), "label": optimizer}
+
+
 def _draw_curves(results: Results, panel: Any, size: str) -> None:
-    for number, name in enumerate(_list_measured(results, size)):
+    for name in _list_measured(results, size):
         runs = _best_runs(results, size, name)
         millions = [tokens / 1e6 for tokens, _ in runs[0]]
-        losses = [[loss for _, loss in run] for run in runs]
-        style = {"color": f"C{number}"}
-        panel.plot(millions, [loss for _, loss in _mean_curve(runs)], label=name, **style)
-        panel.fill_between(
-            millions,
-            [min(at) for at in zip(*losses, strict=True)],
-            [max(at) for at in zip(*losses, strict=True)],
-            alpha=0.2,
-            **style,
-        )
+        style = _get_style(name)
+        panel.plot(millions, [loss for _, loss in _mean_curve(runs)], **style)
+        losses = list(zip(*([loss for _, loss in run] for run in runs), strict=True))
+        lowest = [min(at_once) for at_once in losses]
+        highest = [max(at_once) for at_once in losses]
+        panel.fill_between(millions, lowest, highest, color=style["color"], alpha=0.2)
     panel.set_xlabel("million tokens")
     panel.set_ylabel("validation loss")
-    panel.set_yscale("log")
 
 
 def _draw_rates(results: Results, panel: Any, size: str) -> None:
     for name in _list_measured(results, size):
         rates = results.rates(size, name)
-        panel.plot(list(rates), list(rates.values()), marker="o", markersize=4, label=name)
+        panel.plot(list(rates), list(rates.values()), marker="o", markersize=4, **_get_style(name))
     panel.set_xscale("log", base=2)
+    tried = sorted({cell.rate for cell in results.curves if cell.size == size})
+    panel.set_xticks(tried, [f"{rate:g}" for rate in tried], fontsize=8)
     panel.set_xlabel("learning rate")
     panel.set_ylabel("validation loss at the end")
 
