@@ -20,7 +20,7 @@ from lib.checkpoints.snapshot import (
 )
 from lib.core import manifest
 from lib.optim import registry
-from lib.optim.optimizers import AdamWOptions
+from lib.optim.optimizers import MomentOptions
 
 _CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def _start_group() -> dist.ProcessGroup:
 def _make_model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer; all elements of their tensors have one value."""
     model = nn.Linear(4, 3, bias=False)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, AdamWOptions(weight_decay=0.0))
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, MomentOptions(weight_decay=0.0))
     with torch.no_grad():
         for tensor in _name_tensors(model, optimizer).values():
             tensor.fill_(value)

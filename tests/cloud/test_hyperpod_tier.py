@@ -28,7 +28,7 @@ from lib.checkpoints.place import SavedRun, ignore_event
 from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
-from lib.optim.optimizers import AdamWOptions
+from lib.optim.optimizers import MomentOptions
 from lib.runs.events import Event
 from tests.cloud.hyperpod_service import run_service
 from tests.conftest import free_port
@@ -62,7 +62,7 @@ def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer, with one value in all tensors."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, AdamWOptions(weight_decay=0.0))
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, MomentOptions(weight_decay=0.0))
     with torch.no_grad():
         for tensor in tensors_of(model, optimizer).values():
             tensor.fill_(value)

@@ -119,6 +119,4 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(
     read = identify_inputs(model_dir)
     monkeypatch.setattr(model, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="replaced or changed"):
-        model.load_first_weights(
-            SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1), SimpleNamespace(rank=0)
-        )
+        model.load_first_weights(Config(), read, torch.nn.Linear(1, 1), SimpleNamespace(rank=0))

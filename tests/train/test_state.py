@@ -16,7 +16,7 @@ from lib.checkpoints import contents
 from lib.core.errors import ArtifactError
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.optim.optimizers import AdamWOptions
+from lib.optim.optimizers import MomentOptions
 from lib.tokens.batches import BEGINNING, Cursor, Position, Step
 from lib.train.state import TrainState
 from tests.train.test_plan import make_plan
@@ -25,7 +25,7 @@ from tests.train.test_plan import make_plan
 def state_of(group: dist.ProcessGroup) -> TrainState:
     """Return the state of a run before its first step, with optimizer states."""
     model = nn.Linear(2, 2)
-    optimizer = registry.build_optimizer("adamw", model, 1e-3, AdamWOptions(weight_decay=0.0))
+    optimizer = registry.build_optimizer("adamw", model, 1e-3, MomentOptions(weight_decay=0.0))
     registry.named_states(model, optimizer)
     return TrainState(
         model,
