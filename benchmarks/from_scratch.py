@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from benchmarks.parts import processes
+from lib.core import declared
 from lib.models import scratch_sizes
 from lib.optim.optimizers import DEFAULT, OPTIMIZERS, Choice
 
@@ -50,11 +51,11 @@ _EVALUATIONS = 10  # of a run, each on as many tokens of the validation split:
 _EVALUATED_BATCHES = 8
 _WARMUP_PERCENT = 15  # the default of 5 % suits longer runs: here AdamW would lose more than Muon
 _SEEDS = (0, 1, 2)
-_OPTIMIZERS = {
-    "adamw": (),
-    "adamw, bf16 moments": ("--optimizer-states", "bf16"),
-    "adamw8bit": ("--optimizer", "adamw8bit"),
-    "muon": ("--optimizer", "muon"),
+_OPTIMIZERS: dict[str, dict[str, str]] = {  # the options of stage 04
+    "adamw": {},
+    "adamw, bf16 moments": {"optimizer_states": "bf16"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+    "muon": {"optimizer": "muon"},
 }
 
 
@@ -167,6 +168,12 @@ def _run(*words: object, core: int | None = None) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
 
 
+def _list_words(optimizer: str) -> list[str]:
+    """Return the options of an optimizer as words of a command."""
+    options = _OPTIMIZERS[optimizer].items()
+    return [word for name, value in options for word in (declared.flag(name), value)]
+
+
 def _training_options(work: Path, cell: Cell) -> list[object]:
     steps = _SIZES[cell.size].steps
     return [
@@ -174,7 +181,7 @@ def _training_options(work: Path, cell: Cell) -> list[object]:
         *("-d", work / "corpus", "-m", work / "models" / cell.size, "--cache-dir", work / "cache"),
         "--from-scratch",
         *("-s", _LENGTH, "-b", _BATCH, "--max-steps", steps),
-        *("--lr", f"{cell.rate:g}", "--seed", cell.seed, *_OPTIMIZERS[cell.optimizer]),
+        *("--lr", f"{cell.rate:g}", "--seed", cell.seed, *_list_words(cell.optimizer)),
         *("--eval-freq", steps // _EVALUATIONS, "--eval-batches", _EVALUATED_BATCHES),
         *("--warmup-steps", steps * _WARMUP_PERCENT // 100),
         *("--ckpt-freq", steps, "--log-freq", 50),
@@ -260,7 +267,7 @@ def _measure_step(work: Path, size: str, samples: int, optimizer: str) -> dict[s
         [
             *(sys.executable, str(processes.ROOT / "04_train_fsdp.py"), "--bench"),
             *map(str, (*options, "-b", samples)),
-            *_OPTIMIZERS[optimizer],
+            *_list_words(optimizer),
         ]
     )
     return json.loads(output.splitlines()[-1])
@@ -273,8 +280,7 @@ def _count_state_bytes(work: Path, size: str, optimizer: str) -> float:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work / "models" / size))
-    words = iter(_OPTIMIZERS[optimizer])
-    values = {word.removeprefix("--").replace("-", "_"): next(words) for word in words}
+    values = dict(_OPTIMIZERS[optimizer])
     kind = values.pop("optimizer", DEFAULT)
     choice = Choice(kind, OPTIMIZERS[kind].options(**values))
     total = sum(choice.state_bytes(name, p.shape) for name, p in model.named_parameters())

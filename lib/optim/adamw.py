@@ -1,8 +1,8 @@
 """AdamW with torch's fused kernel.
 
-With `--optimizer-states bf16`, both moments are stored in bf16. The kernel for GPUs reads and
-writes them so, and computes in float32 (since torch 2.12). The others require moments of the
-weight's type: there, the moments of one parameter at a time are cast.
+With `--optimizer-states bf16`, both moments are stored in bf16. From torch 2.12 on, the
+kernel for GPUs reads and writes them in bf16, and computes in float32. Other kernels require
+moments of the weight's type, so the moments of one parameter at a time are cast to float32.
 """
 
 from __future__ import annotations
@@ -19,9 +19,21 @@ from lib.optim.optimizers import Groups, MomentOptions, Wrap
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FIRST_MIXED = (2, 12)  # version of torch whose kernel for GPUs takes moments in bf16
-_CASTING_DEVICES = {"cpu"}  # types of devices whose kernel does not
+_CASTING_DEVICES = {"cpu"}  # types of devices whose kernel takes only float32
 if torch.torch_version.TorchVersion(torch.__version__) < _FIRST_MIXED:
     _CASTING_DEVICES.add("cuda")
+
+
+def list_updated(optimizer: Any, group: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters of a group that have a gradient, and create states that are missing.
+
+    optimizer: has a method `new_state`.
+    """
+    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter].update(optimizer.new_state(parameter))
+    return parameters
 
 
 class AdamW(torch.optim.AdamW):
@@ -53,11 +65,7 @@ class AdamW(torch.optim.AdamW):
         if self._dtype == torch.float32:
             super().step()
             return
-        groups = [(g, [p for p in g["params"] if p.grad is not None]) for g in self.param_groups]
-        for _, parameters in groups:
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter].update(self.new_state(parameter))
+        groups = [(group, list_updated(self, group)) for group in self.param_groups]
         if self.param_groups[0]["params"][0].device.type not in _CASTING_DEVICES:
             super().step()
             return

@@ -30,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from lib.core import log, units
 from lib.models.sharded import local_tensor, plain
 from lib.optim import e4m3
+from lib.optim.adamw import list_updated
 from lib.optim.optimizers import AdamWOptions, Groups, Wrap
 
 BLOCK = 256  # numbers; as in `OptimizerSpec.block`
@@ -87,10 +88,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters that have a gradient."""
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter].update(self.new_state(parameter))
+            parameters = list_updated(self, group)
             if not parameters:
                 continue
             counts = [self.state[parameter]["step"] for parameter in parameters]

@@ -12,9 +12,9 @@ steps compute it, from products of the whole matrix. But ranks have only some ro
 4. One all-to-all returns the rows.
 
 So a rank sends twice 2 bytes for each of its numbers, no matrix is computed twice, and an update
-does not depend on the number of ranks. Experts of which each rank has whole ones stay where they
-are. The update is scaled by 0.2 · √(larger side), so that learning rates and decay of AdamW fit, as
-in Moonlight (arXiv 2502.16982, section 2.2).
+does not depend on the number of ranks. A rank that has whole experts orthogonalises them itself.
+The update is scaled by 0.2 · √(larger side), so that learning rates and decay of AdamW fit, as in
+Moonlight (arXiv 2502.16982, section 2.2).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lib.core import log, units
 from lib.models.sharded import local_tensor, plain, without_padding
-from lib.optim.adamw import AdamW
+from lib.optim.adamw import AdamW, list_updated
 from lib.optim.optimizers import Groups, MuonOptions, Wrap
 
 _MOMENTUM = 0.95
@@ -83,7 +83,7 @@ class _Matrix(NamedTuple):
 class _Plan:
     """How the ranks of a group compute its updates.
 
-    local: indices of the parameters of which each rank has whole matrices. buckets: matrices that
+    local: indices of the parameters whose matrices are whole on each rank. buckets: matrices that
     are exchanged together. group: the ranks that share the rows; None without buckets.
     """
 
@@ -135,12 +135,9 @@ class Muon(AdamW):
                 self._step_group(group)
 
     def _step_group(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
+        parameters = list_updated(self, group)
         if not parameters:
             return
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter].update(self.new_state(parameter))
         counts = [self.state[parameter]["step"] for parameter in parameters]
         found_inf = getattr(self, "found_inf", None)
         skip = torch.zeros_like(counts[0]) if found_inf is None else found_inf
