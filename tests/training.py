@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lib.core import paths
 from tests.models.families import make_tiny_llama
 
 VOCABULARY = 512
@@ -93,9 +94,10 @@ def read_events(root: Path, *names: str, experiment: str = "run") -> list[dict[s
 
 
 def list_saved_steps(root: Path, experiment: str) -> list[int]:
-    """Return the steps of the checkpoints, oldest first."""
+    """Return the steps of the checkpoints that have their final names, oldest first."""
     folder = root / "outputs" / experiment / "checkpoints"
-    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+    steps = (paths.step_of(path.name) for path in folder.glob("step_*"))
+    return sorted(step for step in steps if step is not None)
 
 
 def read_dataset_files(directory: Path) -> dict[str, bytes]:
