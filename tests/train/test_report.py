@@ -128,7 +128,8 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
     )
     journal = SimpleNamespace(write_state=lambda *_, **__: None, add_event=lambda *_, **__: None)
     stream = SimpleNamespace(epoch=lambda position: 0.5)
-    meters = SimpleNamespace(memory_peak=1.0, memory_before=0.0)
+    peak = float(is_installed)  # 0 if the launch takes no step
+    meters = SimpleNamespace(memory_peak=peak, memory_before=0.5)
     estimate = SimpleNamespace(describe_peak=lambda *_: "1 GiB", gib=None)
     reporter = Report(experiment, journal, state, stream, meters, estimate)
     row = {
@@ -149,5 +150,6 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
         reporter.finish()
     messages = list(dict.fromkeys(caplog.messages))  # other tests may leave a second handler
     assert (str(experiment.plot) in messages[-1]) == is_installed, messages
+    assert ("1 GiB" in " ".join(messages)) == bool(peak), messages
     missing = [text for text in messages if "`matplotlib` is not installed" in text]
     assert len(missing) == (not is_installed), "one warning, not one at each checkpoint"

@@ -416,16 +416,13 @@ class Report:
                 f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
                 f"{self._describe_launch()}"
             )
-            log.table(
-                {
-                    "training loss": metrics.describe_training_loss(rows),
-                    "validation loss": metrics.describe_validation_loss(rows),
-                    "memory": self._estimate.describe_peak(
-                        self._meters.memory_peak, self._meters.memory_before
-                    ),
-                    "files": self._describe_files(),
-                }
-            )
+            summary = {
+                "training loss": metrics.describe_training_loss(rows),
+                "validation loss": metrics.describe_validation_loss(rows),
+            }
+            if peak := self._meters.memory_peak:  # a launch without a step has measured none
+                summary["memory"] = self._estimate.describe_peak(peak, self._meters.memory_before)
+            log.table(summary | {"files": self._describe_files()})
 
     def _describe_files(self) -> str:
         """Return the paths of the report, the plot and the metrics that were written."""
