@@ -10,7 +10,7 @@ stages 01 and 02, near duplicates dropped by lib.curate, a tokenizer by stage 03
 stage 04 for each size, optimizer and learning rate, one run per core, with its defaults except for
 the warm-up, which takes 15 % of the steps. If the best rate is at an end of the list, the list
 grows. The best rate by the first seed is run with two more. Each finished run is a line of
-benchmarks/results/from_scratch.jsonl.
+benchmarks/results/from_scratch.jsonl. docs/explanation/from-scratch.md shows what came out.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ def _print_table(results: Results, size: str) -> None:
         )
         mean = statistics.mean(finals)
         share = _find_tokens(curves[name], aim) / tokens
-        reached = "" if math.isnan(share) else f"{share:.2f} ×"
+        reached = "not reached" if math.isnan(share) else f"{share:.2f} ×"
         print(
             f"| {name} | {tried} | {len(finals)} | {mean:.3f} | {min(finals):.3f} to "
             f"{max(finals):.3f} | {mean - aim:+.3f} | {reached} |"
