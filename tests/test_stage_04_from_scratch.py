@@ -107,8 +107,11 @@ def test_contradictory_options_of_a_run_from_scratch_are_refused(
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
 
 
-def find_start(*words: object) -> tuple[float, bool]:
-    """Return the learning rate of a launch, and whether it initialises its weights."""
+def find_start(*words: object) -> tuple[float | None, bool]:
+    """Return the learning rate of a launch, and whether it initialises its weights.
+
+    None: the number of parameters will decide.
+    """
     parser = options.Parser("")
     add_options(parser)
     config = read_options(parser, [*map(str, words)])
@@ -157,7 +160,7 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
     assert "model-1.safetensors is missing" in caught.value.found
     index.unlink()
 
-    assert find_start(*run, "--from-scratch") == (3e-4, True)
+    assert find_start(*run, "--from-scratch") == (None, True)
     with pytest.raises(ArtifactError, match="has no weights"):
         find_start(*run, "--dry-run")  # as the run itself
     log.setup()
@@ -169,8 +172,8 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
         find_start(*RUN[:4], "--from-scratch")
     assert "--model-size 1M|tiny|" in caught.value.expected
     assert "-m org--own" in caught.value.hint
-    assert find_start(*RUN[:4], "--from-scratch", "-m", "org/own") == (3e-4, True)
+    assert find_start(*RUN[:4], "--from-scratch", "-m", "org/own") == (None, True)
     shutil.rmtree(project / ".cache/models")
     run_stage("03_download_model.py", *TINY, cwd=project)
-    assert find_start(*RUN[:4]) == (3e-4, True)  # the only model, made from scratch
-    assert find_start(*RUN[:4], "--from-scratch") == (3e-4, True)
+    assert find_start(*RUN[:4]) == (None, True)  # the only model, made from scratch
+    assert find_start(*RUN[:4], "--from-scratch") == (None, True)

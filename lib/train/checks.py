@@ -27,7 +27,7 @@ from lib.train.config import DEFAULTS, Config
 from lib.train.mode import list_requested
 from lib.train.output.kinds import choose_kind
 from lib.train.sources.table import SOURCES, choose_source
-from lib.train.trained import DEFAULT_LRS, AllWeights, TrainedPart, choose_trained
+from lib.train.trained import SCRATCH_LRS, AllWeights, TrainedPart, choose_trained
 
 _SHORTEST = 8  # tokens per sample
 # For models with fewer parameters than the first number: the largest published learning rates,
@@ -72,8 +72,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
             f"--lr {config.lr:g} is too large for --optimizer {config.optimizer}",
             expected=f"1e-5 to 3e-3 as a rule, at most {largest:g} for a very small model",
         )
-    default = max(DEFAULT_LRS.values())  # the real one may be smaller
-    problems.collect(lambda: require_falling(config, default if config.lr is None else config.lr))
+    problems.collect(lambda: require_falling(config))
     for problem in find_option_problems(config.optimizer, config):
         problems.add(problem)
     if steps := config.step_limit:
@@ -91,8 +90,12 @@ def _check_owners(config: Config, problems: Problems) -> None:
                 problems.add(f"{declared.flag(name)} belongs to {declared.flag(owner)}")
 
 
-def require_falling(config: Config, lr: float) -> None:
-    """Raise UsageError if --min-lr is above the peak learning rate."""
+def require_falling(config: Config) -> None:
+    """Raise UsageError if --min-lr is above the peak learning rate.
+
+    While --lr is open, its largest default is taken.
+    """
+    lr = max(SCRATCH_LRS.values()) if config.lr is None else config.lr
     if config.min_lr is not None and config.min_lr > lr:
         raise UsageError(f"--min-lr {config.min_lr:g} is above --lr {lr:g}")
 

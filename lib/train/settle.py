@@ -91,7 +91,7 @@ def settle_from_files(config: Config, inputs: Inputs) -> Config:
     other.
     """
     settled = apply_rules(config, Facts(inputs), Known.FILES)
-    checks.require_falling(settled, settled.lr)
+    checks.require_falling(settled)
     return settled
 
 
@@ -112,6 +112,7 @@ def settle_options(config: Config, output: Output, inputs: Inputs) -> SettledOpt
         log.detail(note)
     facts.model = model.build_model(config, inputs)
     config = apply_rules(config, facts, Known.MODEL)
+    checks.require_falling(config)
     routers.turn_off_family_loss(
         facts.model
     )  # only now: the rule for --router-aux-loss asks for it
@@ -203,12 +204,30 @@ def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
     return config.with_values(EARLIER_LAUNCH, router_aux_loss=value) if value else config
 
 
+def _keep_default_lr(config: Config, facts: Facts) -> Config:
+    """Keep the default that an earlier launch chose; it may have been another one then.
+
+    So a complete run from scratch is recognised without its model. A learning rate that was typed
+    has to be typed again.
+    """
+    value = facts.inputs.earlier_run.get("settled", {}).get("lr")
+    return config.with_values(EARLIER_LAUNCH, lr=value) if value else config
+
+
 def _fill_lr(config: Config, facts: Facts) -> Config:
-    reason, lr = trained.choose_trained(config).choose_lr(facts.inputs.scratch)
+    """Choose by the number of parameters from scratch, so only when the model is known."""
+    parameters = 0
+    if facts.inputs.scratch:
+        if facts.model is None:
+            return config
+        parameters = facts.model.num_parameters()
+    reason, lr = trained.choose_trained(config).choose_lr(parameters)
     return config.with_values(reason, lr=lr)
 
 
 def _fill_min_lr(config: Config, facts: Facts) -> Config:
+    if config.lr is None:
+        return config
     return config.with_values("a tenth of --lr", min_lr=config.lr / 10)
 
 
@@ -335,6 +354,7 @@ RULES = (
     OptionRule("seq_length", Known.FILES, _keep_option("seq_length")),
     OptionRule("precision", Known.FILES, _keep_option("precision")),
     OptionRule("router_aux_loss", Known.FILES, _keep_router_aux_loss),
+    OptionRule("lr", Known.FILES, _keep_default_lr),
     OptionRule("lr", Known.FILES, _fill_lr),
     OptionRule("min_lr", Known.FILES, _fill_min_lr),
     OptionRule(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lib.core import commands, declared, patterns
+from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.models import peft_adapter
 from lib.models.options import FLOAT8_RECIPES
@@ -22,7 +22,9 @@ from lib.train.mode import Mode, list_requested
 ADAPTER = "adapter"  # name of the adapter of --lora-from among the inputs of a run
 # The options that an adapter defines; the dropout may differ.
 ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
-DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model with weights
+LR_WITH_WEIGHTS = 3e-5
+# From scratch, by the smallest number of parameters (docs/explanation/from-scratch.md).
+SCRATCH_LRS = {0: 2e-3, 50_000_000: 3e-4}
 _LARGEST_RANK = 65_536
 
 
@@ -39,13 +41,16 @@ class TrainedPart(Mode):
     lr_reason: ClassVar[str] = ""
 
     @classmethod
-    def choose_lr(cls, is_scratch: bool) -> tuple[str, float]:
+    def choose_lr(cls, scratch_parameters: int) -> tuple[str, float]:
         """Return why a learning rate is the default, and that learning rate.
 
-        is_scratch: the weights are initialised from the seed.
+        scratch_parameters: number of parameters if the weights are initialised from the seed; 0 for
+        a model with weights.
         """
-        reason = cls.lr_reason or ("from scratch" if is_scratch else "a model with weights")
-        return reason, DEFAULT_LRS[is_scratch] * cls.lr_factor
+        if not scratch_parameters:
+            return cls.lr_reason or "a model with weights", LR_WITH_WEIGHTS * cls.lr_factor
+        reached = max(smallest for smallest in SCRATCH_LRS if smallest <= scratch_parameters)
+        return f"{units.count(scratch_parameters)} parameters from scratch", SCRATCH_LRS[reached]
 
     @classmethod
     @abstractmethod
