@@ -57,6 +57,7 @@ _OPTIMIZERS: dict[str, dict[str, str]] = {  # the options of stage 04
     "adamw8bit": {"optimizer": "adamw8bit"},
     "muon": {"optimizer": "muon"},
 }
+_REFERENCE = "adamw"  # what the others are compared with
 
 
 class _Size(NamedTuple):
@@ -290,9 +291,9 @@ def _count_state_bytes(work: Path, size: str, optimizer: str) -> float:
 def draw() -> None:
     """Print a table for each size, and write the pictures of the page."""
     results = Results()
-    sizes = [size for size in _SIZES if _list_measured(results, size)]
+    sizes = [size for size in _SIZES if results.rates(size, _REFERENCE)]
     if not sizes:
-        sys.exit(f"{_RESULTS} contains no runs: start `train` first")
+        sys.exit(f"{_RESULTS} contains no runs of {_REFERENCE}: start `train` first")
     for size in sizes:
         _print_table(results, size)
     _draw_panels(sizes, "from-scratch-loss.png", partial(_draw_curves, results))
@@ -331,7 +332,7 @@ def _find_tokens(curve: Sequence[tuple[int, float]], loss: float) -> float:
 def _print_table(results: Results, size: str) -> None:
     names = _list_measured(results, size)
     curves = {name: _mean_curve(_best_runs(results, size, name)) for name in names}
-    tokens, aim = curves["adamw"][-1]
+    tokens, aim = curves[_REFERENCE][-1]
     print(
         f"\n| {size}, {tokens / 1e6:.2f}M tokens | final loss by learning rate | seeds | mean | "
         "lowest to highest | beside adamw | tokens to the loss of adamw |\n|" + "---|" * 7
