@@ -296,6 +296,7 @@ def draw() -> None:
         sys.exit(f"{_RESULTS} contains no runs of {_REFERENCE}: start `train` first")
     for size in sizes:
         _print_table(results, size)
+    _print_pairs(results)
     _draw_panels(sizes, "from-scratch-loss.png", partial(_draw_curves, results))
     _draw_panels(sizes, "from-scratch-rates.png", partial(_draw_rates, results))
 
@@ -353,6 +354,26 @@ def _print_table(results: Results, size: str) -> None:
             f"| {name} | {tried} | {len(finals)} | {mean:.3f} | {min(finals):.3f} to "
             f"{max(finals):.3f} | {mean - aim:+.3f} | {reached} |"
         )
+
+
+def _print_pairs(results: Results) -> None:
+    """Print how runs of equal size, learning rate and seed differ, which no choice of rate does."""
+    print(
+        f"\n| final loss beside {_REFERENCE}, same size, rate and seed | pairs | lowest | median | "
+        "highest |\n|---|---|---|---|---|"
+    )
+    for name in _OPTIMIZERS:
+        pairs = [(c, c._replace(optimizer=_REFERENCE)) for c in results.curves if c[1] == name]
+        differences = [
+            results.final(cell) - results.final(reference)
+            for cell, reference in pairs
+            if reference in results.curves
+        ]
+        if name != _REFERENCE and differences:
+            print(
+                f"| {name} | {len(differences)} | {min(differences):+.3f} | "
+                f"{statistics.median(differences):+.3f} | {max(differences):+.3f} |"
+            )
 
 
 def _draw_panels(sizes: Sequence[str], file: str, draw_panel: Callable[[Any, str], None]) -> None:
