@@ -58,6 +58,8 @@ _OPTIMIZERS: dict[str, dict[str, str]] = {  # the options of stage 04
     "muon": {"optimizer": "muon"},
 }
 _REFERENCE = "adamw"  # what the others are compared with
+# Those that are meant to train like it, at the same learning rate.
+_PRECISIONS_OF_STATES = ("adamw, bf16 moments", "adamw8bit")
 
 
 class _Size(NamedTuple):
@@ -322,7 +324,7 @@ def _mean_curve(runs: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, 
 def _find_tokens(curve: Sequence[tuple[int, float]], loss: float) -> float:
     """Return the tokens after which a falling curve reaches a loss; NaN if it never does.
 
-    The learning rate has not fallen yet at that point, so a run of that length would end lower.
+    The learning rate has not fallen to its end at that point, as it would in a run of that length.
     """
     for (before, high), (after, low) in itertools.pairwise(curve):
         if low <= loss < high:
@@ -336,7 +338,7 @@ def _print_table(results: Results, size: str) -> None:
     tokens, aim = curves[_REFERENCE][-1]
     print(
         f"\n| {size}, {tokens / 1e6:.2f}M tokens | final loss by learning rate | seeds | mean | "
-        f"lowest to highest | beside {_REFERENCE} | tokens to the loss of {_REFERENCE} |\n|"
+        f"lowest to highest | difference from {_REFERENCE} | tokens to the loss of {_REFERENCE} |\n|"
         + "---|"
         * 7
     )
@@ -357,22 +359,26 @@ def _print_table(results: Results, size: str) -> None:
 
 
 def _print_pairs(results: Results) -> None:
-    """Print how runs of equal size, learning rate and seed differ, which no choice of rate does."""
+    """Print how final losses differ at the same size, learning rate and seed.
+
+    The choice of a best rate cannot bias these differences.
+    """
     print(
-        f"\n| final loss beside {_REFERENCE}, same size, rate and seed | pairs | lowest | median | "
+        f"\n| difference from {_REFERENCE}, same size, rate and seed | pairs | lowest | median | "
         "highest |\n|---|---|---|---|---|"
     )
-    for name in _OPTIMIZERS:
-        pairs = [(c, c._replace(optimizer=_REFERENCE)) for c in results.curves if c[1] == name]
+    losses = {cell: results.final(cell) for cell in results.curves}
+    for name in _PRECISIONS_OF_STATES:
+        pairs = [(c, c._replace(optimizer=_REFERENCE)) for c in losses if c.optimizer == name]
         differences = [
-            results.final(cell) - results.final(reference)
+            losses[cell] - losses[reference]
             for cell, reference in pairs
-            if reference in results.curves
+            if reference in losses and math.isfinite(losses[cell] + losses[reference])
         ]
-        if name != _REFERENCE and differences:
+        if differences:
             print(
-                f"| {name} | {len(differences)} | {min(differences):+.3f} | "
-                f"{statistics.median(differences):+.3f} | {max(differences):+.3f} |"
+                f"| {name} | {len(differences)} | {min(differences):+.4f} | "
+                f"{statistics.median(differences):+.4f} | {max(differences):+.4f} |"
             )
 
 
