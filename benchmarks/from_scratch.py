@@ -338,9 +338,8 @@ def _print_table(results: Results, size: str) -> None:
     tokens, aim = curves[_REFERENCE][-1]
     print(
         f"\n| {size}, {tokens / 1e6:.2f}M tokens | final loss by learning rate | seeds | mean | "
-        f"lowest to highest | difference from {_REFERENCE} | tokens to the loss of {_REFERENCE} |\n|"
-        + "---|"
-        * 7
+        f"lowest to highest | difference from {_REFERENCE} | "
+        f"tokens to the loss of {_REFERENCE} |\n|" + "---|" * 7
     )
     for name in names:
         finals = [run[-1][1] for run in _best_runs(results, size, name)]
