@@ -358,22 +358,15 @@ def _print_table(results: Results, size: str) -> None:
 
 
 def _print_pairs(results: Results) -> None:
-    """Print how final losses differ at the same size, learning rate and seed.
-
-    The choice of a best rate cannot bias these differences.
-    """
+    """Print the differences at equal size, rate and seed, which no choice of a rate can bias."""
     print(
         f"\n| difference from {_REFERENCE}, same size, rate and seed | pairs | lowest | median | "
         "highest |\n|---|---|---|---|---|"
     )
     losses = {cell: results.final(cell) for cell in results.curves}
     for name in _PRECISIONS_OF_STATES:
-        pairs = [(c, c._replace(optimizer=_REFERENCE)) for c in losses if c.optimizer == name]
-        differences = [
-            losses[cell] - losses[reference]
-            for cell, reference in pairs
-            if reference in losses and math.isfinite(losses[cell] + losses[reference])
-        ]
+        pairs = ((c, c._replace(optimizer=_REFERENCE)) for c in losses if c.optimizer == name)
+        differences = [losses[run] - losses[other] for run, other in pairs if other in losses]
         if differences:
             print(
                 f"| {name} | {len(differences)} | {min(differences):+.4f} | "
