@@ -25,7 +25,7 @@ from lib.core.lease import Lease
 from lib.runs.growing_files import GrowingFile, JsonLines
 from lib.runs.run_files import RunFiles
 from tests.conftest import ROOT, run_stage, start_stage
-from tests.training import SEQ_LENGTH
+from tests.training import SEQ_LENGTH, wait_for_save
 
 MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
@@ -394,10 +394,7 @@ def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Pa
     )
     root = project / "outputs" / "exp"
     try:
-        deadline = time.monotonic() + 300
-        while not list(root.glob("checkpoints/step_????????/COMMIT.json")):
-            assert not training.poll() and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_save(training, project, "exp")
         text = run_once(root)
         assert re.search(r"exp +running, 1 rank\n", text) and " left" in text
         assert "tok/s" in text and "MFU" not in text and "step 20" in text

@@ -25,6 +25,7 @@ from tests.training import (
     save_model,
     save_tokenizer,
     train_model,
+    wait_for_save,
     write_corpus,
 )
 
@@ -102,9 +103,7 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
 def test_a_killed_run_resumes_bit_for_bit(trained: Path, project: Path):
     """The killed launch draws no plot, but its successor does."""
     launch = start_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
-    log = project / "outputs" / "two" / "metrics.jsonl"
-    while not (log.exists() and len(log.read_text().splitlines()) >= 6):
-        assert not launch.poll(0.005)
+    wait_for_save(launch, project, "two", rows=6)
     launch.kill()
     assert max(list_saved_steps(project, "two")) < STEPS
     run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2, pages=True)

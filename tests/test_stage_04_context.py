@@ -23,6 +23,7 @@ from tests.training import (
     read_log,
     save_model,
     train_model,
+    wait_for_save,
 )
 
 STEPS = 6
@@ -145,11 +146,9 @@ def test_a_killed_run_resumes_bit_for_bit(project: Path, ranks: int) -> None:
     words = (*TRAIN, "--context-parallel", ranks, "-b", 2, "--packing", "documents")
     train_model(project, "whole", *words, ranks=ranks)
     launch = start_stage("04_train_fsdp.py", "-e", "run", *words, cwd=project, ranks=ranks)
-    log = project / "outputs/run/metrics.jsonl"
-    while not (log.exists() and len(log.read_text().splitlines()) >= 4):
-        assert not launch.poll(0.005)
+    wait_for_save(launch, project, "run", rows=4)
     launch.kill()
-    train_model(project, "run", *words, ranks=ranks)
+    assert "resumed from" in train_model(project, "run", *words, ranks=ranks)
     exact = [
         [{key: row.get(key) for key in ("step", *EXACT)} for row in metrics(project, name)]
         for name in ("run", "whole")

@@ -18,9 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import run_stage, start_stage
-from tests.forks import Launch
 from tests.hub_server import HubServer, Repo
-from tests.training import SEQ_LENGTH, assert_refused, losses, metrics
+from tests.training import SEQ_LENGTH, assert_refused, losses, metrics, wait_for_save
 
 STEPS = 30
 COMMON = (
@@ -74,14 +73,6 @@ def has_same_rows(root: Path, one: str, other: str) -> bool:
         [{key: row[key] for key in EXACT} for row in metrics(root, name)] for name in (one, other)
     ]
     return rows[0] == rows[1]
-
-
-def wait_for_save(launch: Launch, experiment: Path) -> None:
-    """Wait for the first checkpoint of a run."""
-    deadline = time.monotonic() + 200
-    while not list(experiment.glob("checkpoints/step_????????/COMMIT.json")):
-        assert not launch.poll() and time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def list_workers(directory: Path) -> list[str]:
@@ -144,7 +135,7 @@ def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
 def test_a_killed_run_resumes_bit_for_bit(streamed: Path, tmp_path: Path):
     project = shutil.copytree(streamed, tmp_path, dirs_exist_ok=True)
     launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
-    wait_for_save(launch, project / "outputs/cut")
+    wait_for_save(launch, project, "cut")
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in list_workers(project.resolve())]
     assert len(maps) == 2 and not [text for text in maps if "libtorch" in text]
     launch.kill()
@@ -367,7 +358,7 @@ def test_a_dead_worker_ends_the_run_without_a_traceback(project: Path):
         cwd=project,
         output=project / "printed",
     )
-    wait_for_save(launch, project / "outputs/x")
+    wait_for_save(launch, project, "x")
     workers = list_workers(project.resolve())
     assert len(workers) == 2
     os.kill(int(workers[0]), 9)

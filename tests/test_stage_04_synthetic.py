@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from lib.checkpoints import commit
 from tests.conftest import run_stage, start_stage
 from tests.test_stage_04_experts import MIXTRAL
-from tests.training import losses, read_log, save_model, train_model
+from tests.training import losses, read_log, save_model, train_model, wait_for_save
 
 STAGE = "04_train_fsdp.py"
 RUN = (
@@ -53,8 +52,7 @@ def test_a_killed_run_continues_exactly_and_on_another_number_of_ranks(tmp_path:
     train_synthetic(tmp_path, "whole", ranks=2)
     expected = losses(tmp_path, "whole")
     launch = start_stage(STAGE, "-e", "killed", *RUN, cwd=tmp_path, ranks=2)
-    while not commit.find_newest(tmp_path / "outputs/killed/checkpoints"):
-        assert not launch.poll(0.02)
+    wait_for_save(launch, tmp_path, "killed")
     launch.kill()
     assert "resumed from" in train_synthetic(tmp_path, "killed", ranks=2)
     assert losses(tmp_path, "killed") == expected

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lib.checkpoints import commit
 from lib.core import paths
+from tests.forks import TIMEOUT_S, Launch
 from tests.models.families import make_tiny_llama
 
 VOCABULARY = 512
@@ -98,6 +101,21 @@ def list_saved_steps(root: Path, experiment: str) -> list[int]:
     folder = root / "outputs" / experiment / "checkpoints"
     steps = (paths.step_of(path.name) for path in folder.glob("step_*"))
     return sorted(step for step in steps if step is not None)
+
+
+def wait_for_save(launch: Launch, root: Path, experiment: str, rows: int = 0) -> None:
+    """Wait for the first complete checkpoint of a run, and for that number of logged steps.
+
+    A row says nothing about a checkpoint: the background writes it during the next steps.
+    """
+    log = root / "outputs" / experiment / "metrics.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (
+        commit.find_newest(root / "outputs" / experiment / "checkpoints")
+        and log.exists()
+        and len(log.read_text().splitlines()) >= rows
+    ):
+        assert not launch.poll(0.005) and time.monotonic() < deadline
 
 
 def read_dataset_files(directory: Path) -> dict[str, bytes]:
