@@ -146,15 +146,16 @@ class OptimizerSpec:
 
     options: a frozen dataclass of declared options (`lib/core/declared.py`) with a method
     `find_problems`. They become options of stage 04; an optimizer refuses options that only others
-    declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
-    (name, shape, options) → bytes of the state of a parameter, without the step count.
-    make_groups: (named trainable parameters, options) → parameter groups, which may have settings
-    of their own; empty groups are dropped. largest_lr: the learning rate above which training
-    cannot work. summary: a text for --help, empty for the default. smaller: the optimizer to
-    suggest if the states take too much memory. block: the number of consecutive elements of a row
-    that must be on the same rank. is_compiled: `build` uses `wrap`. caution: a warning for runs
-    that start from trained weights. is_joint: an update works on several blocks at once, so its
-    memory is not a sum over the blocks.
+    declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes: (name,
+    shape, options) → bytes of the state of a parameter, without the step count. make_groups: (named
+    trainable parameters, options) → parameter groups, which may have settings of their own; empty
+    groups are dropped. small_lr: the default learning rate of small models from scratch
+    (docs/explanation/from-scratch.md). largest_lr: the learning rate above which training cannot
+    work. summary: a text for --help, empty for the default. smaller: the optimizer to suggest if
+    the states take too much memory. block: the number of consecutive elements of a row that must be
+    on the same rank. is_compiled: `build` uses `wrap`. caution: a warning for runs that start from
+    trained weights. is_joint: an update works on several blocks at once, so its memory is not a sum
+    over the blocks.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
     the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
@@ -165,6 +166,7 @@ class OptimizerSpec:
     options: type
     state_bytes: Callable[[str, Sequence[int], Any], int]
     make_groups: Callable[[Sequence[tuple[str, nn.Parameter]], Any], Groups] = decay_matrices
+    small_lr: float = 2e-3
     largest_lr: float = 0.1
     summary: str = ""
     smaller: str = ""
@@ -205,6 +207,7 @@ OPTIMIZERS = {
         MuonOptions,
         _momentum_or_moments,
         split_block_matrices,
+        small_lr=4e-3,
         summary="moves the matrices of blocks in orthogonal directions, for training from scratch",
         caution="Muon suits models that were trained with it. Fine-tuned by Muon, Qwen2.5-7B, "
         "which AdamW has trained, scored lower than by AdamW: 70.8 against 71.4 in MMLU, 77.4 "
@@ -244,6 +247,14 @@ def list_option_classes() -> list[type]:
 def describe_choices() -> str:
     """Return for --help what distinguishes the optimizers from the default."""
     return "; ".join(f"{name} {spec.summary}" for name, spec in OPTIMIZERS.items() if spec.summary)
+
+
+def describe_small_lrs() -> str:
+    """Return for --help the default learning rate of small models from scratch."""
+    rates = {name: f"{spec.small_lr:.0e}".replace("e-0", "e-") for name, spec in OPTIMIZERS.items()}
+    usual = rates[DEFAULT]
+    others = ", ".join(f"{name}: {rate}" for name, rate in rates.items() if rate != usual)
+    return f"{usual} ({others})"
 
 
 def list_compiled() -> str:

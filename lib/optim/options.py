@@ -29,8 +29,9 @@ class OptimizerOptions:
         role=Role.RESULT,
         parse=non_negative,
         first="peak learning rate",
-        help="peak learning rate: 3e-5 unless typed, 3e-4 with LoRA; from scratch 3e-4, or 2e-3 "
-        "below 50 million parameters (default: by model, 3e-5 to 2e-3)",
+        help="peak learning rate: 3e-5 unless typed, 3e-4 with LoRA; from scratch 3e-4, or "
+        f"{optimizers.describe_small_lrs()} below 50 million parameters (default: by model, "
+        "3e-5 to 4e-3)",
     )
     min_lr: float = option(
         None,

@@ -27,7 +27,7 @@ from lib.train.config import DEFAULTS, Config
 from lib.train.mode import list_requested
 from lib.train.output.kinds import choose_kind
 from lib.train.sources.table import SOURCES, choose_source
-from lib.train.trained import SCRATCH_LRS, AllWeights, TrainedPart, choose_trained
+from lib.train.trained import SCRATCH_LR, AllWeights, TrainedPart, choose_trained
 
 _SHORTEST = 8  # tokens per sample
 # For models with fewer parameters than the first number: the largest published learning rates,
@@ -95,7 +95,8 @@ def require_falling(config: Config) -> None:
 
     While --lr is open, its largest default is taken.
     """
-    lr = max(SCRATCH_LRS.values()) if config.lr is None else config.lr
+    largest = max(SCRATCH_LR, OPTIMIZERS[config.optimizer].small_lr)
+    lr = largest if config.lr is None else config.lr
     if config.min_lr is not None and config.min_lr > lr:
         raise UsageError(f"--min-lr {config.min_lr:g} is above --lr {lr:g}")
 

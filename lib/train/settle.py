@@ -221,7 +221,7 @@ def _fill_lr(config: Config, facts: Facts) -> Config:
         if facts.model is None:
             return config
         parameters = facts.model.num_parameters()
-    reason, lr = trained.choose_trained(config).choose_lr(parameters)
+    reason, lr = trained.choose_trained(config).choose_lr(parameters, config.optimizer)
     return config.with_values(reason, lr=lr)
 
 

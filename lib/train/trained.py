@@ -16,6 +16,7 @@ from lib.core.errors import Problems, UsageError
 from lib.models import peft_adapter
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.peft_adapter import PeftAdapter
+from lib.optim.optimizers import OPTIMIZERS
 from lib.train.config import DEFAULTS, Config
 from lib.train.mode import Mode, list_requested
 
@@ -23,8 +24,9 @@ ADAPTER = "adapter"  # name of the adapter of --lora-from among the inputs of a 
 # The options that an adapter defines; the dropout may differ.
 ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
 LR_WITH_WEIGHTS = 3e-5
-# From scratch, by the smallest number of parameters (docs/explanation/from-scratch.md).
-SCRATCH_LRS = {0: 2e-3, 50_000_000: 3e-4}
+SCRATCH_LR = 3e-4
+# A model with fewer parameters is small; from scratch its default is that of the optimizer.
+_SMALL = 50_000_000
 _LARGEST_RANK = 65_536
 
 
@@ -41,16 +43,18 @@ class TrainedPart(Mode):
     lr_reason: ClassVar[str] = ""
 
     @classmethod
-    def choose_lr(cls, scratch_parameters: int) -> tuple[str, float]:
+    def choose_lr(cls, scratch_parameters: int, optimizer: str) -> tuple[str, float]:
         """Return why a learning rate is the default, and that learning rate.
 
         scratch_parameters: number of parameters if the weights are initialised from the seed; 0 for
-        a model with weights.
+        a model with weights. optimizer: a key of OPTIMIZERS.
         """
         if not scratch_parameters:
             return cls.lr_reason or "a model with weights", LR_WITH_WEIGHTS * cls.lr_factor
-        reached = max(smallest for smallest in SCRATCH_LRS if smallest <= scratch_parameters)
-        return f"{units.count(scratch_parameters)} parameters from scratch", SCRATCH_LRS[reached]
+        reason = f"{units.count(scratch_parameters)} parameters from scratch"
+        if scratch_parameters < _SMALL:
+            return f"{reason}, {optimizer}", OPTIMIZERS[optimizer].small_lr
+        return reason, SCRATCH_LR
 
     @classmethod
     @abstractmethod

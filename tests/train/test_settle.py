@@ -50,6 +50,13 @@ def test_the_default_learning_rate(
     assert (settled.lr, settled.min_lr) == (expected, expected / 10)
 
 
+def test_the_default_of_a_small_model_depends_on_the_optimizer() -> None:
+    for model, expected in ((SMALL, 4e-3), (LARGE, 3e-4)):
+        facts = Facts(replace(inputs(), scratch=True), model)
+        settled = apply_rules(replace(OPEN, optimizer="muon"), facts, Known.MODEL)
+        assert (settled.lr, settled.min_lr) == (expected, expected / 10)
+
+
 def test_the_smallest_learning_rate_is_compared_with_the_chosen_one() -> None:
     facts = Facts(replace(inputs(), scratch=True), LARGE)
     typed = replace(OPEN, min_lr=1e-3)
