@@ -182,11 +182,15 @@ def test_copies_of_another_run_of_the_same_name_are_not_taken_over(run: Path, ra
 def test_a_run_that_lives_keeps_its_copies(
     project: Path, server: S3Server, target: str, ranks: int
 ) -> None:
-    """A second launch of the same run elsewhere is refused while the first one copies."""
+    """A second launch of the same run elsewhere is refused, also after a copy that failed."""
     environment = server.environment()
     words = ("04_train_fsdp.py", *COMMON, "-e", "run", "--ckpt-copy-to", target)
     first = start_stage(*words, "--max-steps", 50_000, cwd=project, env=environment, ranks=ranks)
     wait_until(lambda: (project / "outputs/run/state.json").exists() and state(project)["copied"])
+    if target == URL:
+        server.store.status = 503
+        wait_until(lambda: bool(read_events(project, "copy_failed")))
+        server.store.status = 0
     second = (*words, "--save-dir", "other", "--resume", "copies", "--max-steps")
     done = run_stage(
         *second, 50_000, cwd=project, env=environment, ranks=ranks, expect=1 if ranks else 2

@@ -298,12 +298,12 @@ class Copier:
 def _prepare_place(target: str, experiment: str, run: str) -> Callable[[tuple[Any, ...]], Any]:
     """Return the function of the child process that calls a method of the place, or releases it.
 
-    The child holds the place, so that the next launch on this machine sees the end of its holder.
+    The child holds the place for the training, which is its parent.
     """
     os.nice(19)
     place = copies.CopyPlace(target, experiment, run)
     place.claim()
-    lease = PlaceLease(place)
+    lease = PlaceLease(place, os.getppid())
 
     def call(task: tuple[Any, ...]) -> Any:
         if task == ("release",):

@@ -3,11 +3,15 @@
 The holder keeps changing a record that all machines see, as in lib/core/lease.py. A bucket has
 neither locks nor links, so two processes that start at the same moment may both begin. The one
 whose record was replaced notices that at its next change, and copies no more.
+
+A child process of the training copies, and after a failed copy a new one does. So the record names
+both: on its machine the place is abandoned when both have ended.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from contextlib import suppress
 from typing import Any
@@ -26,10 +30,14 @@ _POLL_S = 2.0
 class PlaceLease:
     """Holds the right to write a place of copies, until `release` or the end of the process."""
 
-    def __init__(self, place: CopyPlace) -> None:
-        """Take the place. Raises UsageError if another process holds it."""
+    def __init__(self, place: CopyPlace, trainer: int | None = None) -> None:
+        """Take the place. Raises UsageError if another process holds it.
+
+        trainer: pid of the process that this one copies for; None if it is this one.
+        """
         self._place = place
-        self._record = lease.make_record()
+        self._trainer = liveness.process_record(trainer or os.getpid())
+        self._record = lease.make_record() | {"trainer": self._trainer}
         self._beats = 0
         self._holder = ""  # the process that has taken over
         if earlier := self._read():
@@ -58,9 +66,12 @@ class PlaceLease:
     def _require_abandoned(self, earlier: dict[str, Any]) -> None:
         """Raise UsageError if the process of a record is alive; wait if that must be seen."""
         alive = liveness.is_alive(earlier)
+        trainer = earlier.get("trainer", earlier)  # records of earlier versions name none
+        if alive is False and trainer != self._trainer:
+            alive = liveness.is_alive(trainer)
         if earlier.get("released") or alive is False:
             return
-        holder = lease.describe_holder(earlier)
+        holder = _describe_holder(earlier)
         if alive:
             raise self._make_error(holder)
         log.info(
@@ -75,7 +86,7 @@ class PlaceLease:
             return now != earlier
 
         if poll(has_changed, _POLL_S, PATIENCE_S) and now and not now.get("released"):
-            raise self._make_error(lease.describe_holder(now))
+            raise self._make_error(_describe_holder(now))
 
     def _make_error(self, holder: str) -> UsageError:
         return UsageError(
@@ -97,7 +108,7 @@ class PlaceLease:
         record = self._read()
         if record.get("id", self._record["id"]) == self._record["id"]:
             return True
-        self._holder = lease.describe_holder(record)
+        self._holder = _describe_holder(record)
         return False
 
     def _read(self) -> dict[str, Any]:
@@ -106,8 +117,14 @@ class PlaceLease:
             record = records.parse_json(b"".join(self._place.read(RECORD)))
         except (FileNotFoundError, ValueError):
             return {}
-        return record if isinstance(record, dict) else {}
+        is_valid = isinstance(record, dict) and isinstance(record.get("trainer", {}), dict)
+        return record if is_valid else {}
 
     def _write(self) -> None:
         content = self._record | {"beats": self._beats}
         self._place.write_file(RECORD, json.dumps(content).encode())
+
+
+def _describe_holder(record: dict[str, Any]) -> str:
+    """Return a text about the training that holds a place, as a person would look for it."""
+    return lease.describe_holder(record | record.get("trainer", {}))

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.checkpoints import commit, copies, copy_lease
+from lib.checkpoints import commit, copier, copies, copy_lease
 from lib.checkpoints.copies import CopyPlace
 from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
+from lib.core.workers import Worker
 from lib.hub import folder
 from tests.checkpoint_harness import commit_checkpoint
 from tests.fault_points import OPERATION_KINDS, Fault
@@ -169,6 +170,18 @@ def test_a_live_process_holds_the_place_and_a_dead_one_does_not(
     later.require_held()
     later.release()
     copy_lease.PlaceLease(open_place(target)).release()
+
+
+def test_a_run_keeps_its_place_between_two_copying_processes(run: Experiment, target: str) -> None:
+    """After a failed copy, a new process starts after a pause."""
+    for _ in range(2):
+        worker = Worker("copies", copier._prepare_place, target, "my run", RUN)
+        worker.send(("open",))
+        worker.receive()
+        worker.close()
+    with pytest.raises(UsageError, match="another launch") as e:
+        copy_lease.PlaceLease(open_place(target), trainer=os.getppid())
+    assert f"process {os.getpid()} on" in e.value.found
 
 
 def test_a_place_that_is_not_ours_is_refused(run: Experiment, target: str) -> None:
