@@ -303,10 +303,17 @@ def run_forked(
                 **options,
             )
         )
-        code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
+        problem = ""
+        try:
+            code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
+        except TimeoutError as error:
+            problem = str(error)
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+        printed = out.read(), err.read()
+    if problem:
+        raise TimeoutError(f"{command}\n{problem}\n{printed[0][-3000:]}\n{printed[1][-3000:]}")
+    return subprocess.CompletedProcess(command, code, *printed)
 
 
 def start_stage(
