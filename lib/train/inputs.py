@@ -15,7 +15,7 @@ from lib.core.paths import Experiment
 from lib.models import chat_files, directory, lookup
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel.degrees import RECOMPUTATIONS
-from lib.runs import state_file
+from lib.runs import run_records, state_file
 from lib.train import checks, plan, previous_run
 from lib.train.config import Config
 from lib.train.output.kinds import OutputKind
@@ -59,6 +59,19 @@ class Inputs:
     def identity(self) -> dict[str, Any]:
         """Return the identity of the run or checkpoint that this run resumes; {} for a new run."""
         return _get_identity(self.earlier_run, self.named_checkpoint)
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """Return the options that the run to resume has chosen by itself; {} for a new run.
+
+        For a named checkpoint it is the run in whose directory the checkpoint lies.
+        """
+        record = self.earlier_run
+        if not record and self.named_checkpoint:
+            root = self.named_checkpoint.path.parent.parent
+            record = run_records.read_config(Experiment(root.parent, root.name))
+        settled: dict[str, Any] = record.get("settled", {})
+        return settled
 
     @property
     def recomputed(self) -> str:

@@ -205,12 +205,12 @@ def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
 
 
 def _keep_default_lr(config: Config, facts: Facts) -> Config:
-    """Keep the default that an earlier launch chose; it may have been another one then.
+    """Keep the default that the run to resume has chosen; it may have been another one then.
 
     So a complete run from scratch is recognised without its model. A learning rate that was typed
     has to be typed again.
     """
-    value = facts.inputs.earlier_run.get("settled", {}).get("lr")
+    value = facts.inputs.settled.get("lr")
     return config.with_values(EARLIER_LAUNCH, lr=value) if value else config
 
 
