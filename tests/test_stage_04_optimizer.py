@@ -90,6 +90,7 @@ def test_moments_in_bf16_train_like_float32_and_resume_exactly(project: Path) ->
         ("small", ()),
         ("small", ("--optimizer", "adamw8bit")),
         ("large", ("--optimizer-states", "bf16")),
+        ("large", ("--optimizer", "muon")),
     ):
         error = run_stage(
             "04_train_fsdp.py", "-e", name, *ARGUMENTS, *other, cwd=project, expect=2
@@ -116,5 +117,11 @@ def test_muon_trains_and_resumes_on_any_number_of_ranks(project: Path) -> None:
     copy_after_four_steps(project, "other")
     others = (*ARGUMENTS, "--from-scratch", "--optimizer")
     assert_refused(project, "-e", "other", *others, "adamw", code=2, says="--optimizer: muon")
-    printed = train_model(project, "tuned", *ARGUMENTS, "--optimizer", "muon", "--max-steps", 1)
-    assert "Muon suits models that were trained with it" in printed
+    tuning = (*ARGUMENTS, "--optimizer", "muon", "--max-steps", 1)
+    for name, more, is_warned in (
+        ("planned", ("--dry-run",), True),
+        ("tuned", (), True),
+        ("adapted", ("--lora-rank", 4), False),
+    ):
+        printed = train_model(project, name, *tuning, *more)
+        assert ("Muon suits models that were trained with it" in printed) == is_warned

@@ -70,7 +70,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     if config.lr is not None and config.lr > largest and not has_begun:
         problems.add(
             f"--lr {config.lr:g} is too large for --optimizer {config.optimizer}",
-            expected=f"1e-5 to 3e-3 as a rule, at most {largest:g} for a very small model",
+            expected=f"1e-5 to 4e-3 as a rule, at most {largest:g} for a very small model",
         )
     problems.collect(lambda: require_falling(config))
     for problem in find_option_problems(config.optimizer, config):
@@ -291,6 +291,17 @@ def describe_high_lr(
         if lr > usual
         else ""
     )
+
+
+def describe_optimizer_risk(config: Config, scratch: bool) -> str:
+    """Return a warning about an optimizer that trained weights may not suit; "" if there is none.
+
+    scratch: training starts from random weights.
+    """
+    caution = OPTIMIZERS[config.optimizer].caution
+    if not caution or scratch or choose_trained(config).freezes_base:
+        return ""
+    return f"--optimizer {config.optimizer}: {caution}"
 
 
 def list_unusual_options(

@@ -229,8 +229,6 @@ def load_first_weights(
     elif inputs.scratch:
         initialise_model(model, config.seed)
     else:
-        if caution := OPTIMIZERS[config.optimizer].caution:
-            log.warn(f"--optimizer {config.optimizer}: {caution}")
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
     if not is_frozen(model):

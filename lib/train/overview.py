@@ -242,6 +242,7 @@ def _warn_about_unusual_options(
         estimates.suggest_global_batch(plan, cost, hardware),
         output.suggest_options(plan, cost, hardware),
         checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, choose_trained(config)),
+        checks.describe_optimizer_risk(config, cost.scratch),
         *checks.list_unusual_options(config, plan.total_steps, has_validation, source.option),
     ]
     for warning in filter(None, warnings):
