@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lib.optim import guard
+from lib.optim.optimizers import Choice
 from tests.training import (
     SMALL_RUN,
     VOCABULARY,
@@ -140,7 +142,10 @@ def test_adapters_are_trained_by_adamw(root: Path) -> None:
 def test_a_plan_counts_the_momentum_and_a_resume_keeps_the_coefficients(root: Path) -> None:
     words = (*RUN, "--dry-run", "--plan-gpus", 2, "-b", 2)
     printed = train_model(root, "x", *words, before="tests.training:plan_one_batch")
-    assert "KiB optimizer states" in printed
+    model = AutoModelForCausalLM.from_pretrained(root / "model")
+    size = sum(Choice("muon").state_bytes(name, p.shape) for name, p in model.named_parameters())
+    [planned] = re.findall(r"([\d.]+) KiB optimizer states", printed)
+    assert float(planned) == pytest.approx(size / 2 / 1024, rel=0.01)
     printed = train_model(root, "x", *RUN, "--dry-run", "-b", "auto")
     assert "--batch-size auto" in printed, printed
     assert_refused(

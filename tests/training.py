@@ -23,7 +23,7 @@ from transformers import (
 
 from lib.checkpoints import commit
 from lib.core import paths
-from tests.forks import TIMEOUT_S, Launch
+from tests.forks import Launch
 from tests.models.families import make_tiny_llama
 
 VOCABULARY = 512
@@ -104,12 +104,12 @@ def list_saved_steps(root: Path, experiment: str) -> list[int]:
 
 
 def wait_for_save(launch: Launch, root: Path, experiment: str, rows: int = 0) -> None:
-    """Wait for the first complete checkpoint of a run, and for that number of logged steps.
+    """Wait until a run has a complete checkpoint and has logged at least `rows` steps.
 
-    A row says nothing about a checkpoint: the background writes it during the next steps.
+    A logged step does not mean that its checkpoint is complete: it is written in the background.
     """
     log = root / "outputs" / experiment / "metrics.jsonl"
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + 300
     while not (
         commit.find_newest(root / "outputs" / experiment / "checkpoints")
         and log.exists()

@@ -251,10 +251,9 @@ def describe_choices() -> str:
 
 def describe_small_lrs() -> str:
     """Return for --help the default learning rate of small models from scratch."""
-    rates = {name: f"{spec.small_lr:.0e}".replace("e-0", "e-") for name, spec in OPTIMIZERS.items()}
-    usual = rates[DEFAULT]
-    others = ", ".join(f"{name}: {rate}" for name, rate in rates.items() if rate != usual)
-    return f"{usual} ({others})"
+    usual = OPTIMIZERS[DEFAULT].small_lr
+    own = [f"{name}: {s.small_lr:g}" for name, s in OPTIMIZERS.items() if s.small_lr != usual]
+    return f"{usual:g} ({', '.join(own)})" if own else f"{usual:g}"
 
 
 def list_compiled() -> str:

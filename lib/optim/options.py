@@ -31,7 +31,7 @@ class OptimizerOptions:
         first="peak learning rate",
         help="peak learning rate: 3e-5 unless typed, 3e-4 with LoRA; from scratch 3e-4, or "
         f"{optimizers.describe_small_lrs()} below 50 million parameters (default: by model, "
-        "3e-5 to 4e-3)",
+        f"3e-5 to {max(spec.small_lr for spec in optimizers.OPTIMIZERS.values()):g})",
     )
     min_lr: float = option(
         None,

@@ -117,24 +117,6 @@ def test_the_costliest_matrices_have_owners_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, shape, expected",
-    [
-        ("model.layers.0.mlp.up_proj.weight", (64, 32), True),
-        ("transformer.h.11.attn.c_attn.weight", (32, 96), True),
-        ("model.layers.0.mlp.experts.gate_up_proj", (4, 64, 32), True),
-        ("model.layers.0.mlp.gate.weight", (4, 32), True),
-        ("model.embed_tokens.weight", (96, 32), False),
-        ("lm_head.weight", (96, 32), False),
-        ("model.layers.0.input_layernorm.weight", (32,), False),
-        ("model.layers.0.conv.conv.weight", (32, 1, 4), False),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", (4, 32), False),
-    ],
-)
-def test_matrices_of_blocks_are_chosen(name: str, shape: tuple[int, ...], expected: bool) -> None:
-    assert is_block_matrix(name, shape) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), True),
@@ -149,6 +131,8 @@ def test_matrices_of_blocks_are_chosen(name: str, shape: tuple[int, ...], expect
         ("lm_heads.0.weight", (64, 32), False),
         ("model.embed_tokens.weight", (64, 32), False),
         ("lm_head.weight", (64, 32), False),
+        ("model.layers.0.input_layernorm.weight", (32,), False),
+        ("model.layers.0.conv.conv.weight", (32, 1, 4), False),
     ],
 )
 def test_only_matrices_of_blocks_get_muon(

@@ -51,8 +51,12 @@ def test_the_default_learning_rate(
 
 
 def test_the_default_of_a_small_model_depends_on_the_optimizer() -> None:
-    for model, expected in ((SMALL, 4e-3), (LARGE, 3e-4)):
-        facts = Facts(replace(inputs(), scratch=True), model)
+    for model, earlier, expected in (
+        (SMALL, {}, 4e-3),
+        (LARGE, {}, 3e-4),
+        (SMALL, chose(2e-3), 2e-3),
+    ):
+        facts = Facts(replace(inputs(earlier), scratch=True), model)
         settled = apply_rules(replace(OPEN, optimizer="muon"), facts, Known.MODEL)
         assert (settled.lr, settled.min_lr) == (expected, expected / 10)
 
@@ -61,5 +65,6 @@ def test_the_smallest_learning_rate_is_compared_with_the_chosen_one() -> None:
     facts = Facts(replace(inputs(), scratch=True), LARGE)
     typed = replace(OPEN, min_lr=1e-3)
     settle_from_files(typed, facts.inputs)  # a small model starts higher
+    settle_from_files(replace(OPEN, optimizer="muon", min_lr=3e-3), facts.inputs)
     with pytest.raises(UsageError, match=r"above --lr 0\.0003"):
         checks.require_falling(apply_rules(typed, facts, Known.MODEL))
