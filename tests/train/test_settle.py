@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import LlamaConfig
 
+from lib.checkpoints.commit import Checkpoint
 from lib.core.errors import UsageError
 from lib.train import checks
 from lib.train.settle import Facts, Known, apply_rules, settle_from_files
@@ -59,6 +62,13 @@ def test_the_default_of_a_small_model_depends_on_the_optimizer() -> None:
         facts = Facts(replace(inputs(earlier), scratch=True), model)
         settled = apply_rules(replace(OPEN, optimizer="muon"), facts, Known.MODEL)
         assert (settled.lr, settled.min_lr) == (expected, expected / 10)
+
+
+def test_the_run_of_a_named_checkpoint_tells_what_it_has_chosen(tmp_path: Path) -> None:
+    begun = replace(inputs(), named_checkpoint=Checkpoint(tmp_path / "checkpoints" / "step_3", 3))
+    assert begun.settled == {}  # a checkpoint that was copied without its run
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(chose(2e-3)))
+    assert begun.settled == {"lr": 2e-3}
 
 
 def test_the_smallest_learning_rate_is_compared_with_the_chosen_one() -> None:
