@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lib.checkpoints import commit, copies
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.copy_lease import PlaceLease
-from lib.core import log, paths, units
+from lib.core import liveness, log, paths, units
 from lib.core.errors import StageError, UsageError, from_os_error
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
@@ -199,6 +199,7 @@ class Copier:
             self._target,
             self._experiment.root.name,
             self._run,
+            liveness.process_record(os.getpid()),
         )
         self._copies, leftovers = self._call_place("open")
         self._show(copied=max(self._copies, default=None), copy_error=self._error)
@@ -295,15 +296,17 @@ class Copier:
         self._show(copied=max(self._copies, default=None), copy_error=self._error)
 
 
-def _prepare_place(target: str, experiment: str, run: str) -> Callable[[tuple[Any, ...]], Any]:
+def _prepare_place(
+    target: str, experiment: str, run: str, trainer: dict[str, Any]
+) -> Callable[[tuple[Any, ...]], Any]:
     """Return the function of the child process that calls a method of the place, or releases it.
 
-    The child holds the place for the training, which is its parent.
+    The child holds the place for its parent, `trainer`, which may have ended by now.
     """
     os.nice(19)
     place = copies.CopyPlace(target, experiment, run)
     place.claim()
-    lease = PlaceLease(place, os.getppid())
+    lease = PlaceLease(place, trainer)
 
     def call(task: tuple[Any, ...]) -> Any:
         if task == ("release",):

@@ -30,13 +30,14 @@ _POLL_S = 2.0
 class PlaceLease:
     """Holds the right to write a place of copies, until `release` or the end of the process."""
 
-    def __init__(self, place: CopyPlace, trainer: int | None = None) -> None:
+    def __init__(self, place: CopyPlace, trainer: dict[str, Any] | None = None) -> None:
         """Take the place. Raises UsageError if another process holds it.
 
-        trainer: pid of the process that this one copies for; None if it is this one.
+        trainer: see `liveness.process_record`: the process that this one copies for; None if it is
+        this one.
         """
         self._place = place
-        self._trainer = liveness.process_record(trainer or os.getpid())
+        self._trainer = trainer or liveness.process_record(os.getpid())
         self._record = lease.make_record() | {"trainer": self._trainer}
         self._beats = 0
         self._holder = ""  # the process that has taken over

@@ -17,6 +17,7 @@ import pytest
 
 from lib.checkpoints import commit, copier, copies, copy_lease
 from lib.checkpoints.copies import CopyPlace
+from lib.core import liveness
 from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.core.workers import Worker
@@ -174,13 +175,14 @@ def test_a_live_process_holds_the_place_and_a_dead_one_does_not(
 
 def test_a_run_keeps_its_place_between_two_copying_processes(run: Experiment, target: str) -> None:
     """After a failed copy, a new process starts after a pause."""
+    here = liveness.process_record(os.getpid())
     for _ in range(2):
-        worker = Worker("copies", copier._prepare_place, target, "my run", RUN)
+        worker = Worker("copies", copier._prepare_place, target, "my run", RUN, here)
         worker.send(("open",))
         worker.receive()
         worker.close()
     with pytest.raises(UsageError, match="another launch") as e:
-        copy_lease.PlaceLease(open_place(target), trainer=os.getppid())
+        copy_lease.PlaceLease(open_place(target), liveness.process_record(os.getppid()))
     assert f"process {os.getpid()} on" in e.value.found
 
 
