@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -303,17 +303,18 @@ def run_forked(
                 **options,
             )
         )
-        problem = ""
         try:
             code = launch.supervise(timeout) if ranks else launch.wait(timeout)[0]
         except TimeoutError as error:
-            problem = str(error)
-        out.seek(0)
-        err.seek(0)
-        printed = out.read(), err.read()
-    if problem:
-        raise TimeoutError(f"{command}\n{problem}\n{printed[0][-3000:]}\n{printed[1][-3000:]}")
-    return subprocess.CompletedProcess(command, code, *printed)
+            ends = [read_all(file)[-3000:] for file in (out, err)]
+            raise TimeoutError("\n".join([f"{command} {error}", *ends])) from None
+        return subprocess.CompletedProcess(command, code, read_all(out), read_all(err))
+
+
+def read_all(file: IO[str]) -> str:
+    """Return the content of an open file from its beginning."""
+    file.seek(0)
+    return file.read()
 
 
 def start_stage(

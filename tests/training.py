@@ -108,12 +108,12 @@ def wait_for_save(launch: Launch, root: Path, experiment: str, rows: int = 0) ->
 
     A logged step does not mean that its checkpoint is complete: it is written in the background.
     """
-    log = root / "outputs" / experiment / "metrics.jsonl"
+    run = paths.Experiment(root / "outputs", experiment)
     deadline = time.monotonic() + 300
     while not (
-        commit.find_newest(root / "outputs" / experiment / "checkpoints")
-        and log.exists()
-        and len(log.read_text().splitlines()) >= rows
+        commit.find_newest(run.checkpoints)
+        and run.metrics.exists()
+        and len(run.metrics.read_text().splitlines()) >= rows
     ):
         assert not launch.poll(0.005) and time.monotonic() < deadline
 

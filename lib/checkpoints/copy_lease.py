@@ -4,8 +4,8 @@ The holder keeps changing a record that all machines see, as in lib/core/lease.p
 neither locks nor links, so two processes that start at the same moment may both begin. The one
 whose record was replaced notices that at its next change, and copies no more.
 
-A child process of the training copies, and after a failed copy a new one does. So the record names
-both: on its machine the place is abandoned when both have ended.
+The holder is a child process of the training, and after a failed copy another one takes its turn.
+So the record names the training too: a place is abandoned when both processes have ended.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ _POLL_S = 2.0
 
 
 class PlaceLease:
-    """Holds the right to write a place of copies, until `release` or the end of the process."""
+    """Holds the right to write a place of copies.
+
+    It ends with `release`, or with this process and the training that it copies for.
+    """
 
     def __init__(self, place: CopyPlace, trainer: dict[str, Any] | None = None) -> None:
         """Take the place. Raises UsageError if another process holds it.
 
-        trainer: see `liveness.process_record`: the process that this one copies for; None if it is
-        this one.
+        trainer: the `liveness.process_record` of the process that this one copies for; None if it
+        copies for itself.
         """
         self._place = place
         self._trainer = trainer or liveness.process_record(os.getpid())

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from lib.core import declared, units
@@ -251,9 +252,15 @@ def describe_choices() -> str:
 
 def describe_small_lrs() -> str:
     """Return for --help the default learning rate of small models from scratch."""
-    usual = OPTIMIZERS[DEFAULT].small_lr
-    own = [f"{name}: {s.small_lr:g}" for name, s in OPTIMIZERS.items() if s.small_lr != usual]
-    return f"{usual:g} ({', '.join(own)})" if own else f"{usual:g}"
+    usual = write_rate(OPTIMIZERS[DEFAULT].small_lr)
+    rates = {name: write_rate(spec.small_lr) for name, spec in OPTIMIZERS.items()}
+    own = ", ".join(f"{name}: {rate}" for name, rate in rates.items() if rate != usual)
+    return f"{usual} ({own})" if own else usual
+
+
+def write_rate(lr: float) -> str:
+    """Return a learning rate as people write it, such as 2e-3."""
+    return f"{Decimal(str(lr)):e}"
 
 
 def list_compiled() -> str:

@@ -8,6 +8,8 @@ from lib.core.declared import Role, option, with_options_of
 from lib.core.options import count, factor, non_negative
 from lib.optim import optimizers, schedule
 
+_LARGEST_DEFAULT_LR = max(spec.small_lr for spec in optimizers.OPTIMIZERS.values())
+
 
 @dataclass(frozen=True)
 @with_options_of(*optimizers.list_option_classes(), after="lr_scheduler")
@@ -31,7 +33,7 @@ class OptimizerOptions:
         first="peak learning rate",
         help="peak learning rate: 3e-5 unless typed, 3e-4 with LoRA; from scratch 3e-4, or "
         f"{optimizers.describe_small_lrs()} below 50 million parameters (default: by model, "
-        f"3e-5 to {max(spec.small_lr for spec in optimizers.OPTIMIZERS.values()):g})",
+        f"3e-5 to {optimizers.write_rate(_LARGEST_DEFAULT_LR)})",
     )
     min_lr: float = option(
         None,

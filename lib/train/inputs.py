@@ -68,8 +68,7 @@ class Inputs:
         """
         record = self.earlier_run
         if not record and self.named_checkpoint:
-            root = self.named_checkpoint.path.parent.parent
-            record = run_records.read_config(Experiment(root.parent, root.name))
+            record = run_records.read_config(_find_run(self.named_checkpoint))
         settled: dict[str, Any] = record.get("settled", {})
         return settled
 
@@ -127,7 +126,7 @@ def find_inputs(
             found="\n".join(faults),
             **lookup.model_remedy(model_dir, "--overwrite"),
         )
-    named_model = [named.path.parent.parent / experiment.model.name] if named else []
+    named_model = [_find_run(named).model] if named else []
     kept_template = previous_run.find_kept_template(
         [experiment.model, *named_model], identity.get("inputs", {}).get(previous_run.TEMPLATE)
     )
@@ -190,6 +189,12 @@ def _find_model(
     return lookup.find_model(
         name, config.cache_dir, f", with which {experiment.root} was started" if name else ""
     )
+
+
+def _find_run(checkpoint: Checkpoint) -> Experiment:
+    """Return the run in whose directory a checkpoint lies."""
+    root = checkpoint.path.parents[1]
+    return Experiment(root.parent, root.name)
 
 
 def _get_identity(earlier_run: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
